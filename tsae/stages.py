@@ -19,12 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tsae.activations.catalogue import READER_INFO
 from tsae.base.artefact import MANIFEST, command_facts, file_hash, is_whole, read_record, write_record
-from tsae.base.files import is_lock, partial_name, read_object, write_json
+from tsae.base.files import is_lock, partial_name, read_object, reading, write_json
 from tsae.base.mirror import removed
 from tsae.base.output_lock import drop_dead_lock
+from tsae.checkpoints.loading import Checkpoint
+from tsae.checkpoints.series import CheckpointSeries
+from tsae.checkpoints.weight_files import is_hub_id
 from tsae.errors import TsaeError, public, refuse
 from tsae.report.text import visible
+from tsae.testbed import series as shipped_series
 
 RECORDS = {"demo.json": "demo", "run.json": "run"}
 """Records of whole runs, and the key of the settings in each."""
@@ -90,6 +95,31 @@ def read_run(folder: Path, name: str) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     return {key: value for key, value in read_record(file, _FIX).items() if key not in ("kind", "command", "from")}
+
+
+def checkpoints_of(folder: Path, readers: Sequence[Mapping[str, Any]]) -> CheckpointSeries:
+    """The checkpoints of some readers where the record of their run says that they lie; nothing is downloaded.
+
+    Raises:
+        TsaeError: where the folder has no record, or the base is not there.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    if (folder / "demo.json").is_file():
+        return shipped_series()
+    record, fix = read_run(folder, "run.json"), "Name the checkpoints, the base first (--series)."
+    refuse(folder, (record is None, "holds no run.json, which says where the checkpoints are", fix))
+    with reading(folder / "run.json", fix):
+        paths = {str(id): str(path) for id, path in (record or {})["series"]}
+        every = [Checkpoint(path=paths[of["id"]], **{name: of[name] for name in READER_INFO}) for of in readers]
+
+    def is_there(one: Checkpoint) -> bool:
+        if is_hub_id(one.path):
+            return isinstance(try_to_load_from_cache(one.path, "config.json"), str)
+        return Path(one.path).exists()
+
+    refuse(every[0].path, (not is_there(every[0]), f"does not hold the base {every[0].id} any more", fix))
+    return CheckpointSeries(tuple(filter(is_there, every)))
 
 
 class RunRecord:

@@ -26,7 +26,6 @@ from tsae.claims.evidence import Evidence, Missing, attribution_in
 from tsae.claims.judging import between
 from tsae.claims.run_claims import Claims, claims_of
 from tsae.commands.report import files_of_page
-from tsae.errors import TsaeError
 from tsae.rollouts.logs.entry import hash64
 
 RUN = [checkpoint("run-10", "run")]
@@ -56,6 +55,49 @@ ON_HARD = [checkpoint("run-10", "run", trained_on="hard")]
 
 def held(found: dict[str, Any]) -> list[bool | None]:
     return [part["holds"] for part in found["parts"]]
+
+
+def both(*bands: str, level: Any = LEVEL) -> list[dict[str, Any]]:
+    """Base and run-10, as good as each other."""
+    return [row for who in ("base", "run-10") for row in answers(who, {band: level[band] for band in bands})]
+
+
+BASE, SAME = answers("base", LEVEL), dict.fromkeys(BANDS, [2] * 10)
+MIXED = [answer(f"p{i}", who, k % 8 < 1 + (i + j) % 3) for j, who in enumerate(("base", "run-10"))
+         for i in range(30) for k in range(8)]  # fmt: skip
+ALONE = [answer(f"p{i}", "base", True, step=1) for i in range(20)]
+ONCE = [answer(f"p{i}", "base", i % 2 == 0, step=i) for i in range(20) for _ in range(4)]
+ON_ALL = "8 easy and medium and hard problems or more (there are 0 {})"
+STEPLESS = [{**row, "step": None} for row in ONCE]
+
+
+@pytest.mark.parametrize(
+    ("keys", "records", "runs", "log", "needs", "add"),
+    [
+        ("abcdefgjknopqv", BASE, [], None, "a checkpoint beside the base", ""),
+        ("a", both("medium"), RUN, None, ON_ALL.format("easy, 0 hard"), "`tsae run … --sample 8 --to OTHER`"),
+        ("a", both("easy", "medium"), RUN, None, ON_ALL.format("hard"), "`tsae run … --sample 8 --to OTHER`"),
+        ("an", answers("run-10", LEVEL), RUN, None, "there are 0", ""),
+        ("b", both(*BANDS), RUN, None, "on hard problems (there is run-10 on a mixture, or it is not known)", ""),
+        ("b", both(*BANDS, level=SAME), ON_HARD, None, "problems that differ (“run-10 solves fewer easy problems than "
+         "the base.”: 0 in all 10)", ""),
+        ("n", both(*BANDS), RUN, None, "8 responses or more of the base and of run-10 to 8 problems or more (there are "
+         "4)", ""),
+        ("n", MIXED, RUN, None, "a checkpoint that is clearly ahead at pass@1 (run-10: none)", ""),
+        ("c", BASE, RUN, None, "the log of the training's own responses", ""),
+        ("c", BASE, RUN, ALONE, "(there are 0 lone successes and 0 others)", ""),
+        ("k", BASE, RUN, ONCE, "there are 0", "two epochs"),
+        ("cdjk", BASE, RUN, STEPLESS, "the training step of the log's responses", ""),
+    ],
+)  # fmt: skip
+def test_what_a_run_lacks_for_a_claim(
+    tmp_path: Path, keys: str, records: Any, runs: Any, log: Any, needs: str, add: str
+) -> None:
+    found = claims_of(write_run(tmp_path, records, runs, log, info=None if log is None else {"log": {}}), keys)
+    for key in keys:
+        assert found[key]["verdict"] == "cannot be tested"
+        assert needs in found[key]["needs"]
+        assert add in found[key]["add"]
 
 
 # --- success
@@ -111,29 +153,6 @@ def test_inverted_u_within_one_run(tmp_path: Path, gains: dict[str, int], verdic
     assert record(ran(tmp_path, gains), "a")["verdict"] == verdict
 
 
-@pytest.mark.parametrize(
-    ("keys", "needs"),
-    [
-        (("medium",), "8 easy and medium and hard problems or more (there are 0 easy, 0 hard)"),
-        (("easy", "medium"), "8 easy and medium and hard problems or more (there are 0 hard)"),
-    ],
-)
-def test_one_band_only(tmp_path: Path, keys: tuple[str, ...], needs: str) -> None:
-    level = {band: LEVEL[band] for band in keys}
-    found = record(write_run(tmp_path, answers("base", level) + answers("run-10", level), RUN), "a")
-    assert found["verdict"] == "cannot be tested"
-    assert found["needs"] == needs
-    assert "`tsae run … --sample 8 --to OTHER`" in found["add"]
-
-
-def test_no_base_rollouts(tmp_path: Path) -> None:
-    folder = write_run(tmp_path, answers("run-10", LEVEL), RUN)
-    for key in "an":
-        found = record(folder, key)
-        assert found["verdict"] == "cannot be tested"
-        assert "there are 0" in found["needs"]
-
-
 @pytest.mark.parametrize(("change", "verdict"), [(-1, "reproduced"), (1, "not reproduced")])
 def test_hard_harms(tmp_path: Path, change: int, verdict: str) -> None:
     found = record(ran(tmp_path, change, ON_HARD), "b")
@@ -168,18 +187,6 @@ def test_bands_that_were_measured_elsewhere_are_those_of_the_log(tmp_path: Path)
     assert evidence.trained_on("run-10") == "hard"
 
 
-def test_other_trainings_harm_nothing(tmp_path: Path) -> None:
-    needs = "a run that was trained on hard problems (there is run-10 on a mixture, or it is not known)"
-    assert record(ran(tmp_path), "b")["needs"] == needs
-
-
-def test_the_same_in_all_problems_is_no_effect(tmp_path: Path) -> None:
-    level = dict.fromkeys(BANDS, [2] * 10)
-    found = record(write_run(tmp_path, answers("base", level) + answers("run-10", level), ON_HARD), "b")
-    assert found["verdict"] == "cannot be tested"
-    assert found["needs"] == "problems that differ (“run-10 solves fewer easy problems than the base.”: 0 in all 10)"
-
-
 def test_difficulty_drifts_beyond_chance(tmp_path: Path) -> None:
     """Eight responses in each half. Problems whose rate goes from 0 to 1 drift; those that stay at 1/2 change bands by
     chance alone, which counts for nothing."""
@@ -196,14 +203,6 @@ def test_difficulty_drifts_beyond_chance(tmp_path: Path) -> None:
         assert held(found) == ([True] if kind == "drift" else [None])
         assert found["parts"][0]["n"] == 150
         assert "adaptive curriculum" in found["caveat"]
-
-
-def test_a_log_without_repeats_shows_no_drift(tmp_path: Path) -> None:
-    log = [answer(f"p{i}", "base", i % 2 == 0, step=i) for i in range(20) for _ in range(4)]
-    found = record(ran(tmp_path, None, log=log, info={"log": {}}), "k")
-    assert found["verdict"] == "cannot be tested"
-    assert "there are 0" in found["needs"]
-    assert "two epochs" in found["add"]
 
 
 @pytest.mark.parametrize(("few", "holds"), [(1, True), (0, None)])
@@ -234,15 +233,6 @@ def test_a_checkpoint_with_few_responses_does_not_hide_another(tmp_path: Path) -
     assert found["caveat"].startswith(
         "Left out for lack of 8 responses or more of the base and of few-10 to 8 problems"
     )
-
-
-def test_what_is_not_ahead_cannot_be_overtaken(tmp_path: Path) -> None:
-    records = [answer(f"p{i}", who, k % 8 < 1 + (i + j) % 3) for j, who in enumerate(("base", "run-10"))
-               for i in range(30) for k in range(8)]  # fmt: skip
-    found = record(write_run(tmp_path, records, RUN), "n")
-    assert found["needs"] == "a checkpoint that is clearly ahead at pass@1 (run-10: none)"
-    few = record(ran(tmp_path / "few"), "n")
-    assert "8 responses or more of the base and of run-10 to 8 problems or more (there are 4)" in few["needs"]
 
 
 # --- the log
@@ -278,12 +268,6 @@ def test_lone_successes(tmp_path: Path) -> None:
     assert "scale_rewards=False" in found["caveat"]
     found = record(ran(tmp_path / "no", None, log=lone_log(False)), "c")
     assert found["verdict"] == "undecided"
-
-
-def test_no_groups_no_lone_success(tmp_path: Path) -> None:
-    log = [answer(f"p{i}", "base", True, step=1) for i in range(20)]
-    assert "(there are 0 lone successes and 0 others)" in record(ran(tmp_path, None, log=log), "c")["needs"]
-    assert record(ran(tmp_path / "none", None), "c")["needs"] == "the log of the training's own responses"
 
 
 def path_run(folder: Path, rates: list[int], lengths: list[int]) -> Path:
@@ -434,8 +418,7 @@ def test_without_a_valid_solution_nothing_is_said_of_validity(tmp_path: Path) ->
                    check=marked)  # fmt: skip
     assert found["needs"] == "a valid solution, with right steps alone (neither base nor run-10 has one)"
     for wrong in ("rw", [0.5], None):
-        with pytest.raises(TsaeError, match="expected a list of true and false, one a step"):
-            record(tmp_path / "none", "p", check=lambda _, __, wrong=wrong: wrong)
+        refuses("a list of true and false", record, tmp_path / "none", "p", check=lambda _, __, wrong=wrong: wrong)
     both = [*RUN, checkpoint("other-10", "other")]
     found = record(write_run(tmp_path / "one", records, both), "p", check=marked)
     assert len(found["parts"]) == 2
@@ -531,13 +514,9 @@ def test_every_claim_has_a_test_and_untestable_ones_say_why(tmp_path: Path) -> N
         assert bool(one["parts"]) != bool(one["needs"] and one["add"])
     assert {one["unit"] for record in found.records for one in record["parts"]} == {"problems"}
     assert found["h"]["add"].startswith("`tsae reformulate")
-    for where, asked, key, said in (
-        (folder, "A", "A", "no claim 'A'"),
-        (folder, "a", "b", "no claim 'b'; there are a"),
-        (tmp_path / "diff", "a", "a", "holds no rollouts of a run"),
-    ):
-        with pytest.raises(TsaeError, match=said):
-            claims_of(where, [asked])[key]
+    refuses("no claim 'A'", claims_of, folder, ["A"])
+    refuses("no claim 'b'; there are a", claims_of(folder, ["a"]).__getitem__, "b")
+    refuses("holds no rollouts of a run", claims_of, tmp_path / "diff", ["a"])
 
 
 def test_what_is_saved_is_read_again_and_damage_is_seen(tmp_path: Path) -> None:
@@ -552,8 +531,7 @@ def test_what_is_saved_is_read_again_and_damage_is_seen(tmp_path: Path) -> None:
     table = found.table()
     assert len(table) == sum(max(1, len(one["parts"])) for one in found.records)
     flip(file, file.stat().st_size // 2)
-    with pytest.raises(TsaeError):
-        Claims.load(folder)
+    refuses("claims.json", Claims.load, folder)
 
 
 def test_pieces_of_another_run_are_refused(tmp_path: Path) -> None:
@@ -691,19 +669,6 @@ def test_poor_logs_are_facts_and_no_errors(tmp_path: Path, lacking: str) -> None
     tested = {one["claim"] for one in found.records if one["parts"]}
     assert tested <= {"c", "j"} if lacking == "one step" else tested <= {"d"} if lacking == "no texts" else not tested
     assert all(one["parts"] or (one["needs"] and one["add"]) for one in found.records)
-
-
-def test_a_log_without_steps(tmp_path: Path) -> None:
-    log = [answer(f"p{i}", "base", i % 2 == 0) for i in range(20) for _ in range(4)]
-    folder = ran(tmp_path, None, log=log, info={"log": {}})
-    for key in "cdjk":
-        assert record(folder, key)["needs"] == "the training step of the log's responses"
-
-
-def test_a_run_with_the_base_alone(tmp_path: Path) -> None:
-    found = claims_of(ran(tmp_path, None, []))
-    assert not [one for one in found.records if one["parts"]]
-    assert found["a"]["needs"] == "a checkpoint beside the base"
 
 
 def test_a_folder_in_place_of_the_claims_is_damage(tmp_path: Path) -> None:

@@ -386,9 +386,8 @@ def test_examples_need_the_feature_table(page: Page) -> None:
         "strongest",
         [[0, 0, 3, 0, 4, 3.0, [1, 1, 1], [33, 66, 99]], [1, 0, 3, 0, 4, 3.0, [1, 1, 1], [33, 66, 99]]],
     ]
-    assert (
-        Page(rendered(make(source=table))).part("trajectories")["strings"][1] == "#1 "
-    )  # ids where no strings were kept
+    # Ids where no strings were kept.
+    assert Page(rendered(make(source=table))).part("trajectories")["strings"][1] == "#1 "
 
 
 def test_the_explorer_says_what_the_tables_say(page: Page) -> None:
@@ -408,14 +407,8 @@ def test_the_explorer_says_what_the_tables_say(page: Page) -> None:
     assert data["info"]["q"] == 0.05
     # Raised or lowered by most first; the feature that never moved last.
     assert data["info"]["order"][-1] == 5
-    assert data["columns"]["flags"] == [
-        ["one token", "tracks length"],
-        [],
-        ["tracks length"],
-        [],
-        ["tracks length"],
-        [],
-    ]
+    flags = [["one token", "tracks length"], [], ["tracks length"], [], ["tracks length"], []]
+    assert data["columns"]["flags"] == flags
 
 
 def test_controls_that_a_feature_does_not_survive_reach_its_card() -> None:
@@ -600,19 +593,8 @@ def test_a_folder_in_the_way(tmp_path: Path) -> None:
 
 
 def test_many_runs_are_cut_to_a_readable_picture() -> None:
-    made = make()
-    names = [f"run-{i}" for i in range(6)]
-    shifts, contrasts, lived = [], [], []
-    for name in names:
-        copy = {"checkpoint": {"up-run": name}, "policy": {"up-run": name}}
-        shifts.append(made.shifts[made.shifts.checkpoint == "up-run"].replace(copy))
-        contrasts.append(made.contrasts[made.contrasts.checkpoint == "up-run"].replace(copy))
-        lived.append(made.behaviours[made.behaviours.policy == "up-run"].replace(copy))
-    made = replace(
-        made, shifts=pd.concat(shifts), contrasts=pd.concat(contrasts), behaviours=pd.concat([made.behaviours, *lived])
-    )
-    made.info["readers"][1:] = [reader(name, name) for name in names]
-    assert len(findings(made)) == 6
+    made = every_table(make(), [f"run-{i}" for i in range(6)])
+    assert [f.heading for f in findings(made) if f.lights] == ["run-0", "run-1", "run-2", "run-3"]
     assert sentences(made, NEXT).startswith("Open the cards of the clearest features: ")
     assert "The first 4 of 6 runs are shown." in overview_caption(made)
     assert "6 runs compared with base" in lead(made)
@@ -651,14 +633,9 @@ def test_packed_numbers_have_three_digits() -> None:
 
 
 def test_hard_against_medium_comes_first() -> None:
-    made = make()
-    for record, band in zip(made.info["readers"][1:], ("hard", "medium"), strict=True):
+    made = every_table(make(), ["easy-run", "down-run", "up-run"])
+    for record, band in zip(made.info["readers"][1:], ("easy", "medium", "hard"), strict=True):
         record["trained_on"] = band
-    more = {"checkpoint": {"up-run": "easy-run"}}
-    doubled = [made.shifts[made.shifts.checkpoint == "up-run"].replace(more), made.shifts]
-    refined = [made.contrasts[made.contrasts.checkpoint == "up-run"].replace(more), made.contrasts]
-    made = replace(made, shifts=pd.concat(doubled), contrasts=pd.concat(refined))
-    made.info["readers"].insert(1, reader("easy-run", "easy"))
     pairs = [(up, down) for up, down, _ in facts.opposed_pairs(made)]
     assert pairs[:2] == [("up-run", "down-run"), ("down-run", "up-run")]
     assert set(pairs[2:]) == {("easy-run", "down-run"), ("down-run", "easy-run")}

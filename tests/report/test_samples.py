@@ -38,10 +38,6 @@ from tsae.report.text import html_text
 pytestmark = pytest.mark.slow(ci=True)
 
 
-def with_tables(found: Attribution, **tables: Any) -> Attribution:
-    return replace(found, **tables)
-
-
 def test_bands_stand_in_order_with_share_and_other_runs() -> None:
     found = make_attribution()
     table = found.bands
@@ -56,14 +52,14 @@ def test_bands_stand_in_order_with_share_and_other_runs() -> None:
     np.testing.assert_allclose(table.groupby("target", sort=False).share.sum(), REALISED)
     # A log may have levels of its own.
     groups = found.groups.replace({"group": {"easy": "level 2", "hard": "level 1"}})
-    other = with_tables(found, groups=groups).bands
+    other = replace(found, groups=groups).bands
     assert other.band.tolist()[:3] == ["medium", "level 1", "level 2"]
 
 
 def test_a_sample_that_two_steps_used_is_told_once() -> None:
     found = make_attribution()
     again = found.samples[found.samples.trajectory == 11].assign(step=7)
-    twice = with_tables(found, samples=pd.concat([found.samples, again]))
+    twice = replace(found, samples=pd.concat([found.samples, again]))
     row = twice.of_target(TARGETS[3], 1).iloc[-1]
     assert (row.trajectory, row.step) == (11, 6)
     assert row.share == pytest.approx(2 * -0.9)
@@ -91,12 +87,12 @@ def test_names_say_what_a_number_is() -> None:
 
 def test_targets_are_told_in_the_order_of_the_block() -> None:
     found = make_attribution()
-    shuffled = with_tables(found, targets=found.targets[::-1])
+    shuffled = replace(found, targets=found.targets[::-1])
     assert told_targets(shuffled) == list(TARGETS)
     # 0.9 of 0.5, 0.6 of 1.6, 0.3 of 0.8, 0.1 of 0.3; features are not compared with these.
     assert most_moved(found) == [TARGETS[3], *TARGETS[:3]]
     # Where right answers are known over all problems, those of bands come last.
-    every = with_tables(found, targets=found.targets.replace({"target": {TARGETS[1]: "right − wrong"}}))
+    every = replace(found, targets=found.targets.replace({"target": {TARGETS[1]: "right − wrong"}}))
     assert told_targets(every) == ["right − wrong", *TARGETS[3:], TARGETS[0], TARGETS[2]]
     assert most_moved(every) == [TARGETS[3], "right − wrong"]
     one = moved(found, TARGETS[1])
@@ -124,7 +120,7 @@ def test_samples_to_read_have_the_tokens_that_carry_them() -> None:
     assert first.carried == "“31” −1.8 (token 5), “24” +0.9 (token 1)"
     assert first.tokens.share.sum() == pytest.approx(-0.9)
     # Without tokens: those with the largest shares for and against what changed most.
-    without = to_read(with_tables(found, tokens=found.tokens.head(0)), 4)
+    without = to_read(replace(found, tokens=found.tokens.head(0)), 4)
     assert [one.trajectory for one in without] == [0, 1, 10, 11]
     assert (without[0].response, without[0].carried) == ("response 0", "")
 
@@ -150,11 +146,11 @@ def test_the_finding_is_what_bands_did_and_what_would_be_without_them() -> None:
     assert statement(make_attribution(replay=replay)).sentences[1].startswith("From step 4 on it departs from the run.")
     # What was not replayed is not told.
     found = make_attribution()
-    shares = with_tables(found, groups=found.groups.assign(without=np.nan, alone=np.nan, how=""))
+    shares = replace(found, groups=found.groups.assign(without=np.nan, alone=np.nan, how=""))
     assert not any("Without" in sentence for sentence in statement(shares).sentences)
     for band, why in ((None, "The log has no bands"), ("hard", "All samples are of the band hard")):
         of_one = found.groups[found.groups.kind != "band"], found.facts.assign(band=band)
-        undivided = with_tables(found, groups=of_one[0], facts=of_one[1])
+        undivided = replace(found, groups=of_one[0], facts=of_one[1])
         assert statement(undivided).sentences[2] == f"{why}, so that samples cannot be divided by difficulty."
 
 
@@ -232,7 +228,7 @@ def test_advantages_against_the_outcome_are_pointed_out(attributed: str) -> None
     said, found = "is against the outcome, as where another part of the reward outweighs it", make_attribution()
     assert said not in attributed
     facts = found.facts.assign(advantage=found.facts.advantage.where(found.facts.trajectory != 11, 0.5))
-    assert f"the advantage of 1 {said}" in rendered(make(), attribution=with_tables(found, facts=facts))
+    assert f"the advantage of 1 {said}" in rendered(make(), attribution=replace(found, facts=facts))
 
 
 def of_sae(weights: str) -> tsae.FeatureDiff:
@@ -250,7 +246,7 @@ def test_features_of_another_sae_are_said_to_be_others() -> None:
 
 def test_hostile_text_stays_text() -> None:
     found = make_attribution((MARKUP, "<script>alert(2)</script>", "a\u202eb\x1b"), gate="", notes=[MARKUP])
-    hostile = with_tables(found, groups=found.groups.replace({"group": {"success": MARKUP}}))
+    hostile = replace(found, groups=found.groups.replace({"group": {"success": MARKUP}}))
     page, text = rendered(make(), attribution=hostile), attribution_text(hostile)
     assert MARKUP not in page
     assert "<script>alert" not in page
@@ -274,14 +270,14 @@ def test_the_page_stays_bounded(attributed: str) -> None:
     # Of a long response, what is around its strongest token.
     tokens = found.tokens[found.tokens.trajectory == 11].iloc[[0] * 3000].assign(token="y", position=range(3000))
     tokens = tokens.assign(share=np.where(tokens.position == 2900, -1.0, 0.0))
-    [(_, _, pieces), *_] = section_of(with_tables(found, tokens=tokens), make())["samples"]
+    [(_, _, pieces), *_] = section_of(replace(found, tokens=tokens), make())["samples"]
     assert [(piece.text, piece.shade) for piece in pieces] == [("…" + "y" * 300, 0), ("y", 9), ("y" * 99, 0)]
 
 
 def test_levels_of_the_data_set_stand_beside_the_bands() -> None:
     found = make_attribution()
     assert section_of(found, make())["levels"] is None
-    easier = with_tables(found, facts=found.facts.assign(level=np.where(found.facts.band == "hard", "hard", "easy")))
+    easier = replace(found, facts=found.facts.assign(level=np.where(found.facts.band == "hard", "hard", "easy")))
     assert section_of(easier, make())["levels"].rows[0][1:4] == ["4", "4", "0"]
     assert section_of(easier, make())["levels"].rows[1][1:5] == ["0", "0", "4", "+1"]
 
@@ -319,35 +315,17 @@ def test_features_to_attribute_are_those_that_the_diff_names() -> None:
     assert facts.moved_features(replace(diff, confounds=known), 50) == [*(f for f in found if f), 0]
 
 
-@pytest.fixture
-def folders(tmp_path: Path) -> Path:
-    """A run's folder with a diff and an attribution, and another attribution."""
+def test_the_command_finds_the_attribution_of_a_run_or_takes_another(tmp_path: Path) -> None:
+    def report(*options: object) -> str:
+        main(["report", *map(str, ["--diff", tmp_path / "diff", "--to", tmp_path / "report.html", *options])])
+        return (tmp_path / "report.html").read_text()
+
     make().save(tmp_path / "diff")
     make_attribution().save(tmp_path / "attribution")
     make_attribution(notes=["Another."]).save(tmp_path / "other")
-    return tmp_path
-
-
-def report(folders: Path, *options: object) -> str:
-    ask = ["--diff", folders / "diff", "--to", folders / "report.html", *options]
-    main(["report", *map(str, ask)])
-    return (folders / "report.html").read_text()
-
-
-def test_the_command_finds_the_attribution_of_a_run(folders: Path) -> None:
-    assert "A note." in report(folders)
-    loaded = Attribution.load(folders / "attribution")
+    assert "A note." in report()
+    loaded = Attribution.load(tmp_path / "attribution")
     assert attribution_text(loaded) == attribution_text(make_attribution())
-
-
-@pytest.mark.slow
-def test_the_command_takes_an_attribution(folders: Path) -> None:
-    assert "Another." in report(folders, "--attribution", folders / "other")
+    assert "Another." in report("--attribution", tmp_path / "other")
     with pytest.raises(SystemExit):
-        report(folders, "--attribution", folders)
-
-
-@pytest.mark.slow
-def test_without_an_attribution_the_command_writes_no_section(folders: Path) -> None:
-    (folders / "attribution" / "attribution.json").unlink()
-    assert "Which samples did that" not in report(folders)
+        report("--attribution", tmp_path)

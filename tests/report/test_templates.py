@@ -49,11 +49,6 @@ def test_every_part_of_a_table_is_escaped() -> None:
     assert "<b>" not in written
 
 
-def test_a_sentence_links_features_and_escapes_the_rest() -> None:
-    written = macro("macros.html", "sentence", [HOSTILE, 7, "."])
-    assert written == f'{SHOWN}<span class="feature" data-feature="7">7</span>.'
-
-
 def test_words_are_links_to_the_glossary_once_a_table_and_never_in_texts_of_files() -> None:
     q = '<a class="term" href="#term-q">q</a>'
     assert explained(f"q {HOSTILE} q") == f"{q} {SHOWN} q"
@@ -75,8 +70,3 @@ def test_every_word_of_the_glossary_is_found_as_itself() -> None:
         assert term.meaning.endswith(".")
     named = re.findall(r'term\("(\S+?)"', (FOLDER / "card.js").read_text(encoding="utf-8"))
     assert {"delta", "survivors", "auroc", "q"} == set(named) <= {term.key for term in GLOSSARY}
-
-
-@pytest.mark.parametrize("name", ["text", "heading"])
-def test_passages_of_a_notebook_are_escaped(name: str) -> None:
-    assert f">{SHOWN}</div>" in macro("cards.html", name, HOSTILE)

@@ -110,7 +110,7 @@ ONE_RUN = "One run; what causes the change is not tested."
 OPEN_TEST = "One run. Features were edited, and what causes the change is not decided."
 DONE = "After training on medium problems, the model"
 STEPS = "writes out its steps more often (direct answers 52 → 2 %)"
-IS_CHANCE = "the weights are the base's: nothing was trained, and what differs is chance in sampling."
+MORE = f"{DONE} solves more medium problems (45 → 84 %). {ONE_RUN}"
 
 SITUATIONS: dict[str, tuple[FeatureDiff, str, tuple[str, str, str]]] = {
     "style and success": (
@@ -118,11 +118,7 @@ SITUATIONS: dict[str, tuple[FeatureDiff, str, tuple[str, str, str]]] = {
         f"{DONE} {STEPS} and solves more medium problems (45 → 84 %). {ONE_RUN}",
         (Y, Y, M),
     ),
-    "problems that one side alone answered": (
-        situation(MEDIUM, alone=0.3),
-        f"{DONE} solves more medium problems (45 → 84 %). {ONE_RUN}",
-        (Y, Y, M),
-    ),
+    "problems that one side alone answered": (situation(MEDIUM, alone=0.3), MORE, (Y, Y, M)),
     "harm in two bands": (
         situation(("accuracy", "easy", 0.95, 0.68, 0.09), ("accuracy", "medium", 0.45, 0.22, 0.08)),
         f"{DONE} solves fewer easy (95 → 68 %) and medium problems (45 → 22 %). {ONE_RUN}",
@@ -179,9 +175,7 @@ SITUATIONS: dict[str, tuple[FeatureDiff, str, tuple[str, str, str]]] = {
         (Y, Y, M),
     ),
     "an adapter whose update cannot be measured": (
-        situation(MEDIUM, noise="the adapter has modules that the base lacks"),
-        f"{DONE} solves more medium problems (45 → 84 %). {ONE_RUN}",
-        (Y, U, M),
+        situation(MEDIUM, noise="the adapter has modules that the base lacks"), MORE, (Y, U, M),
     ),
     "no rewards": (
         situation(STYLE),
@@ -198,21 +192,13 @@ SITUATIONS: dict[str, tuple[FeatureDiff, str, tuple[str, str, str]]] = {
         f"{DONE} solves more problems (50 → 80 %). {ONE_RUN}",
         (Y, Y, M),
     ),
-    "noise moves as many features": (
-        situation(MEDIUM, noise=LOUD),
-        f"{DONE} solves more medium problems (45 → 84 %). {ONE_RUN}",
-        (Y, U, M),
-    ),
-    "noise was not read": (situation(MEDIUM, noise=None), f"{DONE} solves more medium problems (45 → 84 %). {ONE_RUN}",
-                           (Y, U, M)),
-    "a reader that the SAE does not see": (
-        situation(MEDIUM, run={"fve": 0.31, "flagged": True}),
-        f"{DONE} solves more medium problems (45 → 84 %). {ONE_RUN}",
-        (Y, U, M),
-    ),
+    "noise moves as many features": (situation(MEDIUM, noise=LOUD), MORE, (Y, U, M)),
+    "noise was not read": (situation(MEDIUM, noise=None), MORE, (Y, U, M)),
+    "a reader that the SAE does not see": (situation(MEDIUM, run={"fve": 0.31, "flagged": True}), MORE, (Y, U, M)),
     "nothing was trained": (
         situation(MEDIUM, noise=NOTHING_TRAINED),
-        f"After training on medium problems, {IS_CHANCE} One run.",
+        "After training on medium problems, the weights are the base's: nothing was trained, and what differs is "
+        "chance in sampling. One run.",
         (N, N, M),
     ),
     "a log whose steps share no problems": (
@@ -223,8 +209,7 @@ SITUATIONS: dict[str, tuple[FeatureDiff, str, tuple[str, str, str]]] = {
     ),
     "a log that contradicts itself": (
         situation(MEDIUM, second_look={"advantages": {"disagrees": True, "compared": 9, "line": "9 of 9 differ"}}),
-        "The rollout log contradicts itself (advantages), and what follows may be wrong. "
-        f"{DONE} solves more medium problems (45 → 84 %). {ONE_RUN}",
+        f"The rollout log contradicts itself (advantages), and what follows may be wrong. {MORE}",
         (Y, Y, M),
     ),
     "steps that were tested causally": (
@@ -241,12 +226,12 @@ SITUATIONS: dict[str, tuple[FeatureDiff, str, tuple[str, str, str]]] = {
     ),
     "a test that one of two measures passes by chance": (
         situation(MEDIUM, causally_tested=[edit((-0.1, 0.4), accuracy=(0.01, 0.4))]),
-        f"{DONE} solves more medium problems (45 → 84 %). {OPEN_TEST}",
+        MORE.replace(ONE_RUN, OPEN_TEST),
         (Y, Y, U),
     ),
     "a test on too few problems": (
         situation(MEDIUM, causally_tested=[edit((np.nan, np.nan, 0.3))]),
-        f"{DONE} solves more medium problems (45 → 84 %). {OPEN_TEST}",
+        MORE.replace(ONE_RUN, OPEN_TEST),
         (Y, Y, U),
     ),
     "a test that random features do more in": (
@@ -314,14 +299,6 @@ def test_the_verdict_is_a_statement_that_programs_can_read() -> None:
     assert told["sentences"][0].startswith(DONE)
     assert [light["answer"] for light in told["lights"]] == list(lights)
     assert told["lights"][1]["sentences"][0].startswith("40 of 100 features moved on the same 120 responses")
-
-
-def test_a_gate_takes_the_place_of_the_features() -> None:
-    diff, *_ = SITUATIONS["a reader that the SAE does not see"]
-    statement = next(f for f in findings(diff) if f.checkpoint == "run")
-    assert statement.sentences[2:] == (
-        "The SAE explains 31 % of the variance of run; 50 % are needed. Its features are left out.",
-    )
 
 
 def test_holms_test_by_hand() -> None:

@@ -124,9 +124,8 @@ def matched_features(
     if len(pool) < 2 * len(chosen):
         what = f"{len(pool)} other features fire, too few to match {len(chosen)} with"
         raise TsaeError(what, where="intervene", fix="Choose fewer features, or exclude fewer.")
-    floor = max(
-        float(scales.rate[pool].min()), 1e-12
-    )  # A chosen feature may never fire in the checkpoint's own tokens.
+    # A chosen feature may never fire in the checkpoint's own tokens.
+    floor = max(float(scales.rate[pool].min()), 1e-12)
     place = np.stack([np.log(np.maximum(scales.rate, floor)), np.log(np.maximum(scales.typical * norm, 1e-12))], axis=1)
     place /= np.maximum(place[pool].std(0), 1e-12)
     rng = np.random.default_rng(seed)

@@ -11,7 +11,7 @@ For a transplant, a second checkpoint reads along while the first one generates 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -95,25 +95,20 @@ class FeatureEdit:
                 the response is drawn.
         """
 
-        def around(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> AbstractContextManager[None]:
+        @contextmanager
+        def around(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> Iterator[None]:
             where = mask.bool() & ~torch.isin(ids, ids.new_tensor(special_ids))
             where[:, -1] = mask[:, -1].bool()
             if tokens in ("predicting", "first"):
                 where[:, :-1] = False  # Prompts are padded on the left.
             elif tokens == "response":
                 where[:] = False
-            if self.donor is not None:
-                return beside(self.donor, model, where)
-            change = during_generation(self.change, where, generated=tokens != "first")
-            return rewriting(model)(self.sae.site, change)
+            with nullcontext() if self.donor is None else self.donor.beside(model) as read:
 
-        @contextmanager
-        def beside(donor: Donor, model: PreTrainedModel, where: torch.Tensor) -> Iterator[None]:
-            with donor.beside(model) as read:
-                change = during_generation(
-                    lambda hidden, where: self.change(hidden, where, read()), where, generated=tokens != "first"
-                )
-                with rewriting(model)(self.sae.site, change):
+                def change(hidden: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+                    return self.change(hidden, where, None if read is None else read())
+
+                with rewriting(model)(self.sae.site, during_generation(change, where, generated=tokens != "first")):
                     yield
 
         return around

@@ -91,13 +91,23 @@ def insertion(
     model = checkpoint.load_model(device=config.device)
     check_model(model, sae, checkpoint, features)
     reading = HuggingFaceReader(model, [sae.site])
-    split = _Split.of(features, checkpoint.id, config.seed)
+    learnt, others = _halves(features, checkpoint.id, config.seed)
     records = []
     for feature in progress_bar(f"inserting, {checkpoint.id}", "feature", over=chosen, shown=progress):
-        tokens = _top_tokens(features, split.learnt, feature, config)
-        known = {"reader": checkpoint.id, "feature": feature, **tokens.columns()}
-        refused = {"verdict": tokens.note} if tokens.note else {}
-        records.append(known | (refused or _measure(features, reading, sae, split, feature, tokens, config)))
+        tokens = _top_tokens(features, learnt, feature, config)
+        records.append(
+            {
+                "reader": checkpoint.id,
+                "feature": feature,
+                "top_ids": tokens.top.tolist(),
+                "control_ids": tokens.control.tolist(),
+                "natural_rate": tokens.rate,
+                "typical": float(tokens.share @ tokens.typical) if len(tokens.top) else np.nan,
+                "verdict": tokens.note,
+            }
+        )
+        if not tokens.note:
+            records[-1] |= _measure(features, reading, sae, others, feature, tokens, config)
     return pd.DataFrame(records).reindex(columns=list(COLUMNS))
 
 
@@ -129,22 +139,14 @@ def insert_discoveries(
     return pd.concat(parts, ignore_index=True)
 
 
-@dataclass(frozen=True)
-class _Split:
-    """A reader's tokens, those of half the problems to learn from and those of the other half to insert into."""
-
-    learnt: np.ndarray
-    """(n,) tokens of the table, special ones left out."""
-    rows: np.ndarray
-    """Rows of the other half."""
-
-    @classmethod
-    def of(cls, features: FeatureTable, reader: str, seed: int) -> _Split:
-        rows = features.rows(reader=reader)
-        problem = pd.factorize(features.rollouts.frame.problem_id.to_numpy()[features.trajectory[rows]])[0]
-        half = np.random.default_rng([seed, 11]).permutation(int(problem.max()) + 1) % 2
-        learnt = features.span_mask("all") & np.isin(features.row_of_token, rows[half[problem] == 0])
-        return cls(np.flatnonzero(learnt), rows[half[problem] == 1])
+def _halves(features: FeatureTable, reader: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of a reader: tokens of half the problems, special ones left out, to learn from; rows of the others, to insert
+    into."""
+    rows = features.rows(reader=reader)
+    problem = pd.factorize(features.rollouts.frame.problem_id.to_numpy()[features.trajectory[rows]])[0]
+    half = np.random.default_rng([seed, 11]).permutation(int(problem.max()) + 1) % 2
+    learnt = features.span_mask("all") & np.isin(features.row_of_token, rows[half[problem] == 0])
+    return np.flatnonzero(learnt), rows[half[problem] == 1]
 
 
 @dataclass(frozen=True)
@@ -161,16 +163,8 @@ class _Tokens:
     """Share of occurrences of the top tokens on which the feature fires."""
     typical: np.ndarray
     """(n,) mean activation where it fires."""
-    note: str = ""
-
-    def columns(self) -> dict[str, object]:
-        typical = float(self.share @ self.typical) if len(self.top) else np.nan
-        return {
-            "top_ids": self.top.tolist(),
-            "control_ids": self.control.tolist(),
-            "natural_rate": self.rate,
-            "typical": typical,
-        }
+    note: str
+    """Why nothing is inserted; else empty."""
 
 
 def _top_tokens(features: FeatureTable, learnt: np.ndarray, feature: int, config: InsertionConfig) -> _Tokens:
@@ -199,14 +193,13 @@ def _measure(
     features: FeatureTable,
     reading: HuggingFaceReader,
     sae: TemporalSAE,
-    split: _Split,
+    others: np.ndarray,
     feature: int,
     tokens: _Tokens,
     config: InsertionConfig,
 ) -> dict[str, object]:
     rng = np.random.default_rng([config.seed, 12, feature])
-    places = _silent_places(features, split.rows, feature, rng)
-    places = rng.permutation(places)[: config.n_contexts]
+    places = rng.permutation(_silent_places(features, others, feature, rng))[: config.n_contexts]
     rows = features.row_of_token[places]
     problems = pd.factorize(features.rollouts.frame.problem_id.to_numpy()[features.trajectory[rows]])[0]
     n_problems = len(np.unique(problems))

@@ -24,14 +24,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from tsae.activations.reading_plan import check_tokenizer
 from tsae.base.artefact import versions
-from tsae.base.filters import need_features
+from tsae.base.filters import feature_number, need_features
 from tsae.base.progress import progress_bar
 from tsae.causal.config import InterventionConfig
 from tsae.causal.controls import FeatureScales, matched_features, overlap
@@ -99,9 +99,9 @@ def intervene(
     features = FeatureTable.of(features)
     device = config.sampling.device
     sae = TemporalSAE.of(sae, device=device)
-    chosen = tuple(map(_whole, chosen))
     features.need_sae(sae.fingerprint, sae.config.d_sae)
-    need_features([*chosen, *exclude], features.n_features, "features")
+    chosen = tuple(feature_number(feature, features.n_features, "features") for feature in chosen)
+    need_features(exclude, features.n_features, "features")
     scales = FeatureScales.of(features, checkpoint.id, config.tokens)
     silent = next((feature for feature in chosen if not scales.typical[feature] > 0), None)
     unknown = f"feature {silent} fires on no response token of the table, so that its typical activation is unknown"
@@ -161,6 +161,9 @@ def intervene(
         rollouts = rollouts.with_column("band", [bands.get(id) for id in rollouts.table["problem_id"].to_pylist()])
     rollouts = with_behaviours(rollouts if describe is None else describe(rollouts), reference="none")
     same = parts[0].table["response_ids"].to_pylist() == parts[1].table["response_ids"].to_pylist()
+    edited = rollouts.where(policy="features")
+    n_tokens = int(edited.lengths("response_ids").sum())
+    known = {problem.ids for problem in features.rollouts.problems()}  # by the token ids of their prompts
     quality = [reader["fve"] for reader in features.info["readers"] if reader["id"] == checkpoint.id]
     return Intervention(
         outcomes=outcome_table(rollouts, confidence=config.confidence, shared=overlap(sets)),
@@ -173,21 +176,15 @@ def intervene(
             "sae": features.info["sae"],
             "fve": quality[0] if quality else None,
             "n_problems": len(asked),
-            "rows": _rows(rollouts.where(policy="features")),
+            "rows": {"problems": edited.n_problems, "trajectories": len(edited), "tokens": n_tokens},
             "no_op_identical": same,
             "random": [list(ids) for ids in sets],
             "matching": _matching(chosen, sets, scales),
             "features_encoded_with": features.rollouts.fingerprint,
-            "n_of_features": _n_shared(parts[0], features.rollouts),
+            "n_of_features": sum(problem.ids in known for problem in parts[0].problems()),
             "versions": versions(),
         },
     )
-
-
-def _whole(feature: SupportsIndex) -> int:
-    if not isinstance(feature, SupportsIndex):
-        raise TsaeError(f"{feature!r} is not a feature number", where="features")
-    return int(feature)
 
 
 def check_model(model: PreTrainedModel, sae: TemporalSAE, checkpoint: Checkpoint, features: FeatureTable) -> None:
@@ -208,12 +205,6 @@ def _problems(given: Rollouts | Sequence[Problem], checkpoint: Checkpoint) -> tu
     check_tokenizer(checkpoint, given)
     banded = given.frame[given.frame.band.notna()]
     return given.problems(), dict(zip(banded.problem_id, banded.band, strict=True))
-
-
-def _n_shared(drawn: Rollouts, known: Rollouts) -> int:
-    """Problems that were answered and that the features' rollouts have too, by the token ids of their prompts."""
-    prompts = {problem.ids for problem in known.problems()}
-    return sum(problem.ids in prompts for problem in drawn.problems())
 
 
 def _load(
@@ -252,12 +243,6 @@ def _unit(direction: torch.Tensor, sae: TemporalSAE) -> torch.Tensor:
             where="intervene",
         )
     return direction.float() / direction.float().norm()
-
-
-def _rows(drawn: Rollouts) -> dict[str, int]:
-    """Problems, trajectories and tokens of one condition."""
-    tokens = int(drawn.lengths("response_ids").sum())
-    return {"problems": drawn.n_problems, "trajectories": len(drawn), "tokens": tokens}
 
 
 def _matching(chosen: tuple[int, ...], sets: list[tuple[int, ...]], scales: FeatureScales) -> dict[str, Any]:

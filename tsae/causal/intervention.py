@@ -14,7 +14,7 @@ import pandas as pd
 from tsae.base import display
 from tsae.base.artefact import Kind, write_artefact
 from tsae.base.files import as_path
-from tsae.base.filters import several
+from tsae.base.filters import need_names, several
 from tsae.base.statistics import counts, percentile_interval, too_few, wilson_interval
 from tsae.base.table_export import Tables, read_tables, table_files
 from tsae.causal.controls import beyond_random
@@ -109,12 +109,11 @@ def _beyond(rollouts: Rollouts, confidence: float, shared: float) -> pd.DataFram
 def _wilson(row: dict[str, Any], rollouts: Rollouts, pooled: Rollouts, confidence: float) -> dict[str, float]:
     frame = (rollouts if _SET.search(row["policy"]) else pooled).frame
     picked = frame[(frame.policy == row["policy"]) & ((frame.band == row["band"]) | (row["band"] == "all"))]
+    values = pd.Series([np.nan])
     if row["behaviour"] == "accuracy":
         values = (picked.outcome == "success")[picked.outcome != "unknown"].astype(float)
     elif row["behaviour"] in picked.columns:
         values = picked[row["behaviour"]].dropna().astype(float)
-    else:
-        return {"wilson_low": np.nan, "wilson_high": np.nan}
     if not values.isin([0.0, 1.0]).all():
         return {"wilson_low": np.nan, "wilson_high": np.nan}
     low, high = wilson_interval(float(values.sum()), len(values), confidence)
@@ -156,13 +155,9 @@ class Intervention(Tables):
         """Rows of `outcomes`, such as behaviour="direct_answer", band="all"; one value or several."""
         table = self.outcomes
         for name, value in keys.items():
-            if name not in _KEYS:
-                raise TsaeError(f"no key {name!r}; there are {', '.join(_KEYS)}", where="Intervention.table")
-            wanted = several(value)
-            if absent := [one for one in wanted if one not in set(self.outcomes[name])]:
-                there = ", ".join(dict.fromkeys(self.outcomes[name]))
-                raise TsaeError(f"no {name} {absent[0]!r}; there are {there}", where="Intervention.table")
-            table = table[table[name].isin(wanted)]
+            need_names("key", [name], _KEYS, "Intervention.table")
+            need_names(name, several(value), self.outcomes[name], "Intervention.table")
+            table = table[table[name].isin(several(value))]
         return table.reset_index(drop=True)
 
     def changes(self, *behaviours: str, band: str = "all") -> pd.DataFrame:

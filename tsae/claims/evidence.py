@@ -87,6 +87,17 @@ def need(there: object, needs: str, add: str) -> None:
         raise Missing(needs, add)
 
 
+def by_problem(frame: pd.DataFrame, name: str) -> pd.Series:
+    """Mean of a column over the responses to each problem, by problem_id."""
+    return frame[name].astype(float).groupby(frame.problem_id).mean()
+
+
+def success_rates(frame: pd.DataFrame) -> pd.Series:
+    """Share of the responses to each problem that succeed, of those with an outcome, by problem_id."""
+    known = frame[frame.outcome != "unknown"]
+    return (known.outcome == "success").groupby(known.problem_id).mean()
+
+
 @dataclass(frozen=True)
 class Evidence:
     """A run, as far as it is there."""
@@ -274,8 +285,7 @@ class Evidence:
     def success(self, policy: str, band: str = "all", *, of: Rollouts | None = None) -> pd.Series:
         """Share of a policy's responses to each problem that succeed, by problem_id."""
         frame = (self.answers if of is None else of).frame
-        mine = frame[(frame.policy == policy) & (frame.outcome != "unknown") & ((frame.band == band) | (band == "all"))]
-        return (mine.outcome == "success").groupby(mine.problem_id).mean()
+        return success_rates(frame[(frame.policy == policy) & ((frame.band == band) | (band == "all"))])
 
     def need_bands(self, *bands: str) -> None:
         """Refuse, with `Missing`, answers whose bands are training steps, or with too few problems in one of these."""

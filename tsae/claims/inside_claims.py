@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from tsae.causal.intervention import Intervention
-from tsae.claims.evidence import SAMPLE, Evidence, Missing, need
+from tsae.claims.evidence import SAMPLE, Evidence, Missing, by_problem, need
 from tsae.claims.judging import CLAIMS, Judgement, Part, between, left_out, part, those_that_can, within
 from tsae.diff.comparisons import Rows
 from tsae.diff.config import DiffConfig
@@ -190,9 +190,9 @@ def coherent_not_valid(run: Evidence) -> Judgement:
             continue
         parts += [
             within(f"Of {c}’s steps a larger share follows from what precedes them than of the base’s.",
-                   _mean(after, "right"), _mean(before, "right"), _BOTH),
+                   by_problem(after, "right"), by_problem(before, "right"), _BOTH),
             within(f"{c}’s share of valid solutions is not over {100 * _RISES:.0f} points larger than the base’s.",
-                   _mean(before, "valid"), _mean(after, "valid"), _BOTH, margin=-_RISES),
+                   by_problem(before, "valid"), by_problem(after, "valid"), _BOTH, margin=-_RISES),
         ]  # fmt: skip
     if not parts:
         raise reasons[0]
@@ -286,7 +286,3 @@ def _checked(found: object) -> list[bool]:
     what = f"the check of steps returned {str(found)[:80]}, expected a list of true and false, one a step"
     refuse("check", (odd, what, "Let the function (prompt, response) say of each step whether it is right."))
     return [bool(one) for one in steps]
-
-
-def _mean(table: pd.DataFrame, name: str) -> pd.Series:
-    return table[name].groupby(table.problem_id).mean()

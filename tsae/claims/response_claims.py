@@ -12,7 +12,7 @@ import pandas as pd
 from scipy.stats import hypergeom
 
 from tsae.base.statistics import FEWEST, change_interval
-from tsae.claims.evidence import SAMPLE, Evidence, Missing, need
+from tsae.claims.evidence import SAMPLE, Evidence, Missing, by_problem, need, success_rates
 from tsae.claims.judging import (
     CLAIMS,
     CONFIDENCE,
@@ -214,7 +214,7 @@ def lone_successes(run: Evidence) -> Judgement:
     }
     parts, left = those_that_can(
         [
-            partial(between, told, _by_problem(frames[0], name), _by_problem(frames[1], name), _LONGER)
+            partial(between, told, by_problem(frames[0], name), by_problem(frames[1], name), _LONGER)
             for name, told in said.items()
             if all(name in frame for frame in frames)
         ]
@@ -282,9 +282,7 @@ def one_format_wins(run: Evidence) -> Judgement:
     share = f"“{winner}” has {100 * before.mean():.0f} % of the first steps"
     varied = before.mean() < _ALONE or before.empty
     need(varied, f"responses in several formats to begin with ({share})", "a base that answers in several formats")
-    known = start[start.outcome != "unknown"]
-    right = [_by_problem(some.assign(right=some.outcome == "success"), "right")
-             for some in (known[known.format != winner], known[known.format == winner])]  # fmt: skip
+    right = [success_rates(start[side]) for side in (start.format != winner, start.format == winner)]
     last = f"in step {steps[-1]:g}" if quarter == 1 else f"in steps {steps[-quarter]:g} to {steps[-1]:g}"
     most = f"More than {100 * _WINS:.0f} % of responses {last} have the format “{winner}”."
     lead = f"At the start it was not by {100 * _BETTER:.0f} points more successful than the others."
@@ -324,7 +322,8 @@ def _fell(accuracy: Mapping[str, pd.Series], start: Place, then: Place) -> bool:
 def _fell_in_log(outline: pd.DataFrame, start: Place, then: Place) -> bool:
     """The same, over other problems."""
     try:
-        return between("", _success(outline, start[1]), _success(outline, then[1]), _LONGER).holds is True
+        first, last = (success_rates(outline.loc[rows]) for _, rows in (start, then))
+        return between("", first, last, _LONGER).holds is True
     except Missing:
         return False
 
@@ -332,7 +331,7 @@ def _fell_in_log(outline: pd.DataFrame, start: Place, then: Place) -> bool:
 def _moved(start: Rollouts, then: Rollouts, when: str, compare: Callable[..., Part]) -> tuple[tuple[Part, ...], str]:
     """Shorter responses, skipped computation and repetition at a place against the start."""
     tables = [measures(side).assign(problem_id=side.frame.problem_id) for side in (start, then)]
-    first, second = ({name: _by_problem(table, name) for name in table if name != "problem_id"} for table in tables)
+    first, second = ({name: by_problem(table, name) for name in table if name != "problem_id"} for table in tables)
     wanted = [(f"{when}, responses are shorter.", first["response_length"], second["response_length"])]
     for signs in _SIGNS:
         if (name := next((name for name in signs if name in first and name in second), None)) is not None:
@@ -346,12 +345,6 @@ def _blocks(outline: pd.DataFrame) -> list[Place]:
     need(len(steps) >= _FEWEST_STEPS, f"{_FEWEST_STEPS} steps of a log or more (there are {len(steps)})", _LONGER)
     parts = np.array_split(steps, min(_BLOCKS, len(steps)))
     return [(float(some[0]), outline.index[np.isin(outline.step, some)]) for some in parts]
-
-
-def _success(outline: pd.DataFrame, rows: pd.Index) -> pd.Series:
-    some = outline.loc[rows]
-    some = some[some.outcome != "unknown"]
-    return (some.outcome == "success").groupby(some.problem_id).mean()
 
 
 def _shorter(frame: pd.DataFrame, outline: pd.DataFrame, group: pd.Series) -> np.ndarray:
@@ -368,10 +361,6 @@ def _groups(frame: pd.DataFrame) -> np.ndarray:
 def _described(rollouts: Rollouts) -> Rollouts:
     need(rollouts.frame.response.notna().all(), "the texts of the responses", "a log with texts")
     return with_behaviours(rollouts)
-
-
-def _by_problem(frame: pd.DataFrame, name: str) -> pd.Series:
-    return frame[name].astype(float).groupby(frame.problem_id).mean()
 
 
 _RIGHT, _DIRECT = "right − wrong", "log-likelihood, direct answer"

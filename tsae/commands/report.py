@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from tyro.conf import Positional, arg
 
@@ -109,6 +109,7 @@ class Serve:
         from tsae.causal.intervention import folders_of_tests
         from tsae.report.playground import Playground
         from tsae.report.serving import HOST, ServedRun, server
+        from tsae.stages import checkpoints_of
 
         folder = self.run
         fix = "Give the folder that `tsae run`, `tsae watch` or `tsae demo` wrote, once it is done."
@@ -252,49 +253,14 @@ def _with_results(
     return diff, found, claims_in(folder, diff)
 
 
-def checkpoints_of(folder: Path, readers: Sequence[Mapping[str, Any]]) -> tsae.CheckpointSeries:
-    """The checkpoints of some readers where the record of their run says that they lie; nothing is downloaded.
-
-    Raises:
-        TsaeError: where the folder has no record, or the base is not there.
-    """
-    from huggingface_hub import try_to_load_from_cache
-
-    from tsae.activations.catalogue import READER_INFO
-    from tsae.checkpoints.weight_files import is_hub_id
-    from tsae.stages import read_run
-    from tsae.testbed import series as shipped_series
-
-    if (folder / "demo.json").is_file():
-        return shipped_series()
-    record, fix = read_run(folder, "run.json"), "Name the checkpoints, the base first (--series)."
-    refuse(folder, (record is None, "holds no run.json, which says where the checkpoints are", fix))
-    with reading(folder / "run.json", fix):
-        paths = {str(id): str(path) for id, path in (record or {})["series"]}
-        every = [tsae.Checkpoint(path=paths[of["id"]], **{name: of[name] for name in READER_INFO}) for of in readers]
-
-    def is_there(one: tsae.Checkpoint) -> bool:
-        if is_hub_id(one.path):
-            return isinstance(try_to_load_from_cache(one.path, "config.json"), str)
-        return Path(one.path).exists()
-
-    refuse(every[0].path, (not is_there(every[0]), f"does not hold the base {every[0].id} any more", fix))
-    return tsae.CheckpointSeries(tuple(filter(is_there, every)))
-
-
 def files_of_page(folder: Path) -> list[Path]:
     """What the page of a run rests on: of each piece the file that is written last. Some may be missing."""
     from tsae.causal.intervention import folders_of_tests
     from tsae.claims.run_claims import FILE as CLAIMS
     from tsae.diff.explain import FILE as EXPLANATIONS
 
-    names = (
-        "diff/manifest.json",
-        "features/manifest.json",
-        f"explanations/{EXPLANATIONS}",
-        "attribution/attribution.json",
-        CLAIMS,
-    )
+    names = ["diff/manifest.json", "features/manifest.json", f"explanations/{EXPLANATIONS}"]
+    names += ["attribution/attribution.json", CLAIMS]
     return [*(folder / name for name in names), *(test / "causal.json" for test in folders_of_tests(folder))]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import floor, log10
 from typing import Any, NamedTuple
@@ -190,9 +190,13 @@ def told_targets(found: Attribution) -> list[str]:
 
 def _by_band(found: Attribution) -> list[str]:
     """Right answers on each band, in the order of bands."""
-    places = {f"{_RIGHT}, {band}": place for place, band in enumerate(BANDS)}
-    mine = [str(name) for name in found.targets.target if name.startswith(f"{_RIGHT}, ")]
-    return sorted(mine, key=lambda name: places.get(name, len(places)))
+    return _in_order(found.targets.target[found.targets.target.str.startswith(f"{_RIGHT}, ")], f"{_RIGHT}, ")
+
+
+def _in_order(names: Iterable[str], prefix: str = "") -> list[str]:
+    """Names of bands behind a prefix in the order of bands, then the others as they come."""
+    places = {f"{prefix}{band}": place for place, band in enumerate(BANDS)}
+    return sorted(names, key=lambda name: places.get(name, len(places)))
 
 
 def most_moved(found: Attribution) -> list[str]:
@@ -210,10 +214,8 @@ def most_moved(found: Attribution) -> list[str]:
 def signal(found: Attribution, name: str) -> pd.DataFrame:
     """Where in the text the shares in a target are, by band and fifth of the entropy; empty if not measured."""
     table = found.entropy[found.entropy.target == name]
-    known = list(dict.fromkeys(table.band))
-    bands = [*[band for band in BANDS if band in known], *[band for band in known if band not in BANDS]]
     wide = table.pivot_table(index="band", columns="fifth", values="share", aggfunc="sum")
-    return wide.reindex(index=bands, columns=range(1, 6))
+    return wide.reindex(index=_in_order(dict.fromkeys(table.band)), columns=range(1, 6))
 
 
 def to_read(found: Attribution, n: int = 10) -> list[Read]:
@@ -302,11 +304,9 @@ def _sentences(one: Moved) -> Iterator[str]:
         against = known.band[
             (gone * known.share < 0) & (np.minimum(gone.abs(), known.share.abs()) > 0.1 * abs(one.realised))
         ]
-        told = (
-            f" For {listed(list(against))} samples both have opposite signs: samples act through each other, and a run"
-        )
-        told = f"{told} without some of them is not the run less their share." * bool(len(against))
-        yield f"{runs} ({', '.join(dict.fromkeys(known.how))}).{told}"
+        told = f" For {listed(list(against))} samples both have opposite signs: samples act through each other, and a "
+        told += "run without some of them is not the run less their share."
+        yield f"{runs} ({', '.join(dict.fromkeys(known.how))}).{told if len(against) else ''}"
 
 
 _NEAR = 0.1
@@ -326,7 +326,14 @@ def belief(found: Attribution) -> list[Said]:
         ways = found.groups.groupby("how", sort=False).kind.agg(lambda kinds: ", ".join(dict.fromkeys(kinds)))
         other = "Runs without some samples, or with these alone, are"
         said += [Said(f"{other} {how} for: {kinds}.") for how, kinds in ways.items() if how]
-        said += _remainders(found)
+        targets = found.targets
+        if targets.remainder.notna().any():
+            worst = targets.loc[targets.remainder.abs().idxmax()]
+            text = (
+                f"Shares leave {percent(targets.remainder.abs().median())} % of a change unexplained (median), "
+                f"{percent(abs(worst.remainder))} % at most ({shown_name(found, worst.target)})."
+            )
+            said.append(Said(text, bool(targets.flagged.any())))
         said.append(Said("The share of one sample is a large force against others as large."))
     return [*said, Said(ONE_RUN)]
 
@@ -356,19 +363,6 @@ def _replayed(found: Attribution) -> list[Said]:
             of = count(len(off), "step")
             said.append(Said(f"The replay's {what} differ from the logged ones by {shown} at most ({of})."))
     return said
-
-
-def _remainders(found: Attribution) -> list[Said]:
-    """What shares leave of the changes."""
-    targets = found.targets
-    if targets.remainder.isna().all():
-        return []
-    worst = targets.loc[targets.remainder.abs().idxmax()]
-    text = (
-        f"Shares leave {percent(targets.remainder.abs().median())} % of a change unexplained (median), "
-        f"{percent(abs(worst.remainder))} % at most ({shown_name(found, worst.target)})."
-    )
-    return [Said(text, bool(targets.flagged.any()))]
 
 
 def _part(value: float) -> str:
@@ -516,17 +510,16 @@ def _levels(found: Attribution) -> Table | None:
     if not 2 <= known.level.nunique() <= _MOST_LEVELS or (known.level == known.band).all():
         return None
     both = pd.crosstab(known.level, known.band)
-    bands = [*(band for band in BANDS if band in both), *(band for band in both if band not in BANDS)]
+    bands = _in_order(both)
     names = main_targets(found)[:3]
     shares = found.samples.merge(known[["trajectory", "level"]]).groupby(["target", "level"]).share.sum()
-    levels = sorted(both.index, key=lambda level: (BANDS.index(level) if level in BANDS else len(BANDS), level))
     rows: list[Row] = [
         [
             Cell(f"level {shortened(str(level), _NAME)}", tone="isolated"),
             *(f"{both.loc[level, band]:,}" for band in bands),
             *(amount(shares[name, level]) for name in names),
         ]
-        for level in levels
+        for level in _in_order(both.index)
     ]
     head = [
         "the data set's level",
@@ -673,9 +666,7 @@ def _answer(found: Attribution, n: int) -> Iterator[str]:
         if len(one.bands):
             flag = f" (beware: {one.unexplained} unexplained by shares)" if one.flagged else ""
             bands += [[f"{one.name}: {one.change}{flag}"], *_bands(one)]
-    along: list[Row] = []
-    for block in _along(found, {}):
-        along += [[block.name], *block.rows]
+    along = [row for block in _along(found, {}) for row in ([block.name], *block.rows)]
     table = Table("What easy, medium and hard samples did", ["", *_HEAD[2:]], bands) if bands else None
     yield from ("", *table_text(table).splitlines())
     for sentence in meaning(found):

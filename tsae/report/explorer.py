@@ -29,7 +29,7 @@ FLAG_WORDS = {
     "would move it.",
     "not found again": "Other seeds' SAEs do not have it: it may be of this one dictionary.",
 }
-_NUMBERS = (
+_NUMBERS = [
     "reference",
     "mean",
     "difference",
@@ -40,7 +40,7 @@ _NUMBERS = (
     "auroc",
     "active_reference",
     "active",
-)
+]
 _KEYS = list(CONTRAST)
 
 

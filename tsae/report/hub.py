@@ -132,9 +132,8 @@ def upload(repositories: Sequence[Repository], *, private: bool = False) -> list
             sdk = "static" if one.kind == "space" else None
             # Nothing is created where nobody is logged in.
             api.create_repo(one.name, repo_type=one.kind, private=private, exist_ok=True, space_sdk=sdk)
-            done.append(
-                api.create_commit(one.name, added, commit_message="Push from tsae", repo_type=one.kind).commit_url
-            )
+            commit = api.create_commit(one.name, added, commit_message="Push from tsae", repo_type=one.kind)
+            done.append(commit.commit_url)
         except (OSError, HTTPError, ValueError, RuntimeError, LookupError) as error:
             kept = f" (pushed already: {', '.join(r.name for r in repositories[: len(done)])})" if done else ""
             fix = "See that the Hub can be reached, and log in with a token that may write there (hf auth login, or "
@@ -284,9 +283,8 @@ def _into_place(partial: Path, to: Path) -> None:
         if _same(partial, to):
             return
         raise TsaeError("is not empty, and holds something else", where=to, fix="Give another --to-folder.")
-    refuse(
-        to, (to.exists() and not to.is_dir(), "is a file, and a folder is to be written", "Give another --to-folder.")
-    )
+    is_file = to.exists() and not to.is_dir()
+    refuse(to, (is_file, "is a file, and a folder is to be written", "Give another --to-folder."))
     if to.exists():
         to.rmdir()
     partial.rename(to)

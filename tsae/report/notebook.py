@@ -24,7 +24,7 @@ from tsae.features.contexts import context
 from tsae.features.feature_table import FeatureTable
 from tsae.features.sparse_matrices import row_blocks
 from tsae.report.document import macro
-from tsae.report.story.facts import bands_of, compared_with
+from tsae.report.story.facts import bands_of, compared_with, records, responds
 from tsae.report.story.findings import verdicts
 from tsae.report.text import count, interval, number, percent, q_value, shortened, visible
 from tsae.rollouts.schema import BANDS
@@ -107,11 +107,6 @@ def tokens_html(
     return macro("cards.html", "tokens", shown, n_prompt)
 
 
-def text_html(text: str) -> str:
-    """Text as it is."""
-    return macro("cards.html", "text", text)
-
-
 def heading_html(text: str) -> str:
     """A line above a passage."""
     return macro("cards.html", "heading", text)
@@ -129,7 +124,7 @@ def show(html: str, text: str) -> None:
         print(text)
 
 
-def _cells(table: pd.DataFrame, caption: str, limit: int = 12) -> tuple[str, list[tuple[str, str]], list[list[Any]]]:
+def _cells(table: pd.DataFrame, caption: str, limit: int) -> tuple[str, list[tuple[str, str]], list[list[Any]]]:
     """Caption, heads with how their columns are aligned, and rows of cells: what is shown, and by what it is sorted."""
     aligned = ["right" if pd.api.types.is_numeric_dtype(kind) else "left" for kind in table.dtypes]
     heads = [(str(name).replace("_", " "), align) for name, align in zip(table.columns, aligned, strict=True)]
@@ -198,9 +193,6 @@ def diff_card(diff: FeatureDiff) -> str:
     )
 
 
-_ENDS, _ACTIVE = ("delta_low", "delta_high"), ("active_reference", "active")
-
-
 def diff_text(diff: FeatureDiff) -> str:
     """For a terminal: the verdict on every run, and the clearest shifts."""
     told = [f"{one.heading}: {' '.join(one.sentences[:2])}" for one in verdicts(diff)]
@@ -210,18 +202,17 @@ def diff_text(diff: FeatureDiff) -> str:
 
 def shown_effects(table: pd.DataFrame) -> pd.DataFrame:
     """Of rows of `FeatureDiff.table` what a reader wants first, as text."""
-    names = table.label.where(table.label != "", table.responds_to) if "label" in table else table.responds_to
-    ends, active = (zip(table[a], table[b], strict=True) for a, b in (_ENDS, _ACTIVE))
+    rows = records(table)
     survives = table[[f"survives_{control}" for control in CONTROLS]]
     return pd.DataFrame(
         {
             "feature": table.feature,
-            "responds to": [shortened(visible(str(name)), 40) for name in names],
+            "responds to": [shortened(visible(responds(row)), 40) for row in rows],
             "checkpoint": table.checkpoint,
             **{name: table[name] for name in ("kind", "part", "band") if table[name].nunique() > 1},
-            "Δ (sd)": [number(value, sign=True) for value in table.delta],
-            "interval": [interval(*both, sign=True) for both in ends],
-            "active %": [f"{percent(before)} → {percent(after)}" for before, after in active],
+            "Δ (sd)": [number(row.delta, sign=True) for row in rows],
+            "interval": [interval(row.delta_low, row.delta_high, sign=True) for row in rows],
+            "active %": [f"{percent(row.active_reference)} → {percent(row.active)}" for row in rows],
             "q": [q_value(value) for value in table.q],
             "past all controls": np.select(
                 [survives.eq(SURVIVES).all(axis=1), survives.eq(NOT_MEASURED).all(axis=1)], ["yes", "–"], "no"
@@ -289,7 +280,7 @@ def _with_examples(feature: Feature, n: int, reader: str | None) -> tuple[str, s
 def feature_line(feature: Feature) -> str:
     """A feature in one line of text."""
     row = feature.described
-    described = visible(str(row.get("label") or row.responds_to))
+    described = visible(responds(row))
     return f"Feature({feature.index}, {row.group}-level, responds to {described}, fires on {row.firing_rate:.2%})"
 
 
@@ -407,7 +398,7 @@ def _texts(ids: np.ndarray, strings: Any) -> list[str]:
 def _passage(text: object, ids: np.ndarray, strings: list[str] | None) -> str:
     """The text, or its tokens with every other one shaded where the tokenizer is known."""
     if strings is None:
-        return text_html("" if text is None else str(text))
+        return macro("cards.html", "text", text)
     return tokens_html(_texts(ids, dict(enumerate(strings))), [float(i % 2) for i in range(len(ids))], strongest=4.0)
 
 

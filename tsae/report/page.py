@@ -23,7 +23,7 @@ from tsae.report.explorer import explorer
 from tsae.report.figures import checks, features
 from tsae.report.figures.overview import overview, overview_caption
 from tsae.report.story import facts, gates
-from tsae.report.story.findings import findings, lead
+from tsae.report.story.findings import NEXT, findings, lead
 from tsae.report.story.statements import Statement, noise_text, predictions, step_features, tests, with_stand_in
 from tsae.report.text import capitalised, shortened, visible
 from tsae.rollouts.bands import bands_label
@@ -75,7 +75,7 @@ def render(
     found = findings(diff, [*more, *([] if claims is None else [expected(diff, claims)])])
     if attribution is not None and not attribution.info["gate"]:
         read = "Read the samples that moved most, in “Which samples did that”."
-        found[-1] = replace(found[-1], sentences=(read, *found[-1].sentences))
+        found = [replace(one, sentences=(read, *one.sentences)) if one.heading == NEXT else one for one in found]
     pairs = facts.opposed_pairs(diff)
     to_draw = tables.opposed_features(diff)
     explored = explorer(diff, example_features(diff, to_draw), served=served)

@@ -242,5 +242,4 @@ class Playground:
 
     def _name(self, feature: int) -> str:
         """A feature's label where it passed its test; else what it responds to."""
-        row = self.diff.features.loc[feature]
-        return shortened(visible(str(row.get("label") or row.responds_to)), 80)
+        return shortened(visible(facts.responds(self.diff.features.loc[feature])), 80)

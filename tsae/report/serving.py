@@ -152,19 +152,18 @@ class _Handler(BaseHTTPRequestHandler):
             super().handle()
 
     def do_GET(self) -> None:
-        playground = self.run.playground
         if self._is_foreign():
             return self._send(403, b"This server answers to 127.0.0.1 and localhost alone.")
         if self.path == "/":
             return self._send(200, self.run.page(), "text/html; charset=utf-8")
         named = re.fullmatch(r"/examples/([0-9]{1,9})", self.path)
-        play = playground is not None and re.fullmatch(r"/playground(\?.*)?", self.path) is not None
-        if named is None and not play:
+        play = self.run.playground if re.fullmatch(r"/playground(\?.*)?", self.path) else None
+        if named is None and play is None:
             return self._send(404, b"There is nothing here: this server has the page at / alone.")
         if self._is_of_another_page():
             return self._send(403, b"Another page asked. Paste this address into the browser's address bar.")
-        if named is None and playground is not None:
-            return self._send(200, playground.page(), "text/html; charset=utf-8")
+        if play is not None:
+            return self._send(200, play.page(), "text/html; charset=utf-8")
         assert named is not None
         found = self.run.examples(int(named[1]))
         if found is None:

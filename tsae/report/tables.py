@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
+from tsae.base.filters import strongest
 from tsae.base.statistics import too_few
 from tsae.diff.baselines import WAYS
 from tsae.diff.dynamics import FLAT, KINDS
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.figures.checks import CONDITIONS
 from tsae.report.story import facts
-from tsae.report.story.gates import bands_by_step, gates
-from tsae.report.story.statements import Caveat, along_steps, caveats, contrasts, found_in
+from tsae.report.story.gates import gates
+from tsae.report.story.statements import Caveat, along_steps, at_last_step, caveats, contrasts, found_in
 from tsae.report.text import count, interval, number, percent, q_value, shortened, visible
 from tsae.rollouts.bands import bands_label
 
@@ -146,9 +147,13 @@ def readers(diff: FeatureDiff) -> Table:
 
 
 def problems_by_step(diff: FeatureDiff) -> Table | None:
-    """Problems of every band by the step at which they were asked, where the two cannot be separated."""
-    steps, counts = bands_by_step(diff)
-    rows = [[band, *(f"{n:,}" for n in row)] for band, row in counts.items()]
+    """Problems of every band by the step, or range of steps ("3-7"), at which they were asked, where the two cannot be
+    separated."""
+    found = (diff.info.get("bands") or {}).get("confounded_with_step") or {"table": {}}
+    counts: dict[str, dict[str, int]] = found["table"]
+    steps = sorted({step for row in counts.values() for step in row}, key=lambda step: float(step.partition("-")[0]))
+    bands = [band for band in facts.BANDS if band in counts]
+    rows = [[band, *(f"{int(counts[band].get(step, 0)):,}" for step in steps)] for band in bands]
     head = [band_head(diff), *(f"step {step}" for step in steps)]
     return Table("Problems by band and training step", head, rows) if steps else None
 
@@ -409,14 +414,14 @@ def steps(diff: FeatureDiff) -> list[Table]:
     """How many features of each kind every run has, and when the clearest set in."""
     counts: list[list[str | Cell]] = []
     clearest: list[list[str | Cell]] = []
-    for run in along_steps(diff):
-        saved = ", ".join(f"{step:g}" for step in run.steps)
-        counts.append([run.run, saved, *(f"{n:,}" for n in run.kinds.values())])
-        strong = run.last[run.last.kind != FLAT]
-        strong = strong.loc[strong.delta.abs().sort_values(ascending=False, kind="stable").index].head(_MAX_TOP)
+    for run, of_run in along_steps(diff).items():
+        last = at_last_step(of_run)
+        saved = ", ".join(f"{step:g}" for step in sorted(of_run.step.unique()))
+        counts.append([run, saved, *(f"{n:,}" for n in last.kind.value_counts().reindex(KINDS, fill_value=0))])
+        strong = strongest(last[last.kind != FLAT], "delta", _MAX_TOP)
         clearest += [
             [
-                run.run,
+                run,
                 *described_cells(diff, r.feature),
                 r.kind,
                 Cell(f"{r.onset:g}", f"[{r.onset_low:g}, {r.onset_high:g}]"),
@@ -453,8 +458,8 @@ def necessary_and_sufficient(tests: Sequence[dict[str, Any]]) -> Table | None:
                     test["checkpoint"],
                     facts.behaviour_name(name),
                     _change(into["donor", name]),
-                    _beside("change", undone, name),
-                    _beside("share", into, name),
+                    _beside(_change, undone, name),
+                    _beside(_share, into, name),
                     _share(into["whole", name]),
                 ]
             )
@@ -463,13 +468,11 @@ def necessary_and_sufficient(tests: Sequence[dict[str, Any]]) -> Table | None:
     return Table("What the features are needed for, and what they bring about alone", head, rows, 3) if rows else None
 
 
-def _beside(what: str, rows: dict[tuple[str, str], dict[str, Any]], name: str) -> Cell:
+def _beside(cell: Callable[[dict[str, Any]], Cell], rows: dict[tuple[str, str], dict[str, Any]], name: str) -> Cell:
     """The change or the share of the features, and under it that of matched random ones."""
     if ("features", name) not in rows:
         return Cell(DASH)
-    cell = _change if what == "change" else _share
-    random = cell(rows["random", name])
-    mine = cell(rows["features", name])
+    random, mine = cell(rows["random", name]), cell(rows["features", name])
     return Cell(mine.text, mine.small, f"random {random.text} {random.small}")
 
 

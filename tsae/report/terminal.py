@@ -6,6 +6,7 @@ import math
 import shutil
 import textwrap
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tsae.diff.reinforcement import Reinforcement
 from tsae.report import tables
 from tsae.report.attribution import attribution_text, statement
 from tsae.report.story import facts
-from tsae.report.story.findings import NEXT, findings, tested, verdicts
+from tsae.report.story.findings import BELIEF, NEXT, PREDICTED, findings, tested, verdicts
 from tsae.report.story.gates import bands_warning, gates, stand_in_warning
 from tsae.report.story.statements import Statement, contrasts, found_in, noise_lines, survivors
 from tsae.report.tables import Cell, Table, table_text
@@ -34,7 +35,7 @@ _SAMPLES = 3
 """Samples to read that are printed."""
 _LINES = 34
 """Most that `print_summary` prints. With what commands print around it, this fits a terminal of 40 lines."""
-_APART = ("Predicted against realised", "How far to believe it", NEXT)
+_APART = (PREDICTED, BELIEF, NEXT)
 
 
 def print_run(
@@ -64,9 +65,9 @@ def print_summary(diff: FeatureDiff, samples: Statement | None = None) -> None:
         samples: which samples did that, if it is known.
     """
     found = findings(diff)
-    believe = [sentence for one in found if one.heading == _APART[1] for sentence in one.sentences]
     told = [one for one in found if one.heading not in _APART]
-    told += [*([samples] if samples else []), Statement(_APART[1], tuple(believe[:1]), "gates")]
+    told += [samples] if samples else []
+    told += [replace(one, sentences=one.sentences[:1]) for one in found if one.heading == BELIEF]
     for detail in (2, 1, 0):
         lines = [line for one in told for line in ["", *_short(one, detail)]]
         if len(lines) <= _LINES:
@@ -162,11 +163,8 @@ def format_text(table: pd.DataFrame) -> str:
 def contrasts_text(diff: FeatureDiff, kind: str, checkpoint: str, n: int) -> str:
     """What the contrasts of a kind found over all problems and by band, how clearly they could, and the n largest."""
     part = diff.main_part(checkpoint) if kind == "shift" else None
-    found = [
-        c
-        for c in contrasts(diff, kind=kind, checkpoint=checkpoint)
-        if part is None or (c.part, c.outcome) == (part, "all")
-    ]
+    keys = {} if part is None else {"part": part, "outcome": "all"}
+    found = contrasts(diff, kind=kind, checkpoint=checkpoint, **keys)
     title = {
         "shift": f"Shifts of {checkpoint} against {facts.compared_with(diff)}, "
         f"{facts.PART_NAMES.get(str(part), 'none')}",

@@ -13,6 +13,7 @@ from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.figures import layout
 from tsae.report.figures.layout import BAND_STYLE, LEGEND, LOWERED, NEUTRAL, RAISED, Mark
 from tsae.report.story import facts
+from tsae.report.story.statements import main_predictions
 from tsae.report.text import figure_text, interval, number, percent
 
 
@@ -186,8 +187,8 @@ _LEAST = 1e-5  # |Δ| below which the figure of noise does not tell sizes apart
 
 def prediction_figure(diff: FeatureDiff) -> go.Figure | None:
     """Rank correlation of predicted with realised shifts, with its interval and the ceiling that noise sets."""
-    table = _shown_predictions(diff)
-    if table is None or table.empty:
+    table = main_predictions(diff)
+    if table.empty:
         return None
     runs, ways = list(table.checkpoint.unique()), list(table.predicted_on.unique())
     titles = {
@@ -226,15 +227,6 @@ def prediction_figure(diff: FeatureDiff) -> go.Figure | None:
         made.figure.update_xaxes(range=[-1.05, 1.05], **cell)
         _around_zero(made.figure, "rank correlation over features", runs, cell)
     return layout.finish(made.figure, height=made.height + 120, left=130, top=70, bottom=46, legend=LEGEND)
-
-
-def _shown_predictions(diff: FeatureDiff) -> pd.DataFrame | None:
-    """Comparisons of the natural gradient with the shift over all problems, for the last step of every run."""
-    table = diff.predicted
-    if table is None or table.empty:
-        return None
-    last = table.checkpoint.isin(diff.final_checkpoints)
-    return table[last & (table.note == "") & (table.realised_on == "all") & (table.gradient == "natural")]
 
 
 def causal_figure(diff: FeatureDiff) -> go.Figure | None:

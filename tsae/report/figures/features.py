@@ -58,6 +58,8 @@ def feature_hover(record: Any, who: str) -> str:
 
 
 _LEFT = 226
+# Light tiles on either page, so that dark numbers on them are always readable.
+_DIVERGING = [[0.0, "#67a6db"], [0.5, "#eceef1"], [1.0, "#ec8f64"]]
 _PARTS = {
     "policy": ("policy part (new responses)", "#1b9381", ""),
     "representation": ("representation part (new reader)", "#a55cc0", "/"),
@@ -138,7 +140,13 @@ def band_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
             for f in features
         ]
         text = [[_tile(t, f) for t in tables[run]] for f in features]
-        figure.add_trace(layout.tiles(grids[run], names, text, hover, limit, features), **cell)
+        heat_map = go.Heatmap(
+            z=grids[run], x=names, y=list(range(len(features))), xgap=1, ygap=1, hoverongaps=False,
+            colorscale=_DIVERGING, zmin=-limit, zmax=limit, showscale=False,
+            text=text, texttemplate="%{text}", textfont={"size": 10.5, "color": "#1d2228"},
+            hovertext=hover, hoverinfo="text", customdata=[[feature] * len(names) for feature in features],
+        )  # fmt: skip
+        figure.add_trace(heat_map, **cell)
     figure.update_xaxes(showgrid=False, ticks="", tickangle=-35, tickvals=names, ticktext=names)
     feature_rows(figure, diff, features)
     return layout.finish(figure, height=height + 120, left=_LEFT, bottom=64)

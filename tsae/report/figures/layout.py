@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
@@ -29,8 +28,6 @@ BAND_STYLE = {
 }
 LEGEND = {"orientation": "h", "y": 1, "yref": "container", "yanchor": "top", "x": 0}
 """Above the figure, from its left."""
-# Light tiles on either page, so that dark numbers on them are always readable.
-DIVERGING = [[0.0, "#67a6db"], [0.5, "#eceef1"], [1.0, "#ec8f64"]]
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', sans-serif"
 
 
@@ -109,26 +106,6 @@ def dots_by(
                 group = {"legendgroup": series, "showlegend": place == 0} if len(panel.cells) > 1 else {}
                 up = aside(order, len(styles), step)
                 panel.figure.add_trace(dots(mine, style, size=size, up=up, name=name.format(series), **group), **cell)
-
-
-def tiles(
-    values: Sequence[Sequence[float | None]] | np.ndarray,
-    columns: Sequence[Any],
-    text: Sequence[Sequence[str]],
-    hover: Sequence[Sequence[str]],
-    limit: float,
-    features: Sequence[int] = (),
-) -> go.Heatmap:
-    """A heat map with a number on every tile, in rows 0, 1, … from the top; `limit` has the deepest colour.
-
-    Where rows stand for `features`, a click on a tile opens the card.
-    """
-    return go.Heatmap(
-        z=values, x=columns, y=list(range(len(values))), xgap=1, ygap=1, hoverongaps=False,
-        colorscale=DIVERGING, zmin=-limit, zmax=limit, showscale=False,
-        text=text, texttemplate="%{text}", textfont={"size": 10.5, "color": "#1d2228"},
-        hovertext=hover, hoverinfo="text", customdata=[[feature] * len(columns) for feature in features] or None,
-    )  # fmt: skip
 
 
 def aside(order: int, n: int, step: float) -> float:

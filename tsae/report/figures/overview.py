@@ -20,7 +20,7 @@ from tsae.report.figures.layout import HOVER, LOWERED, NEUTRAL, RAISED, Mark
 from tsae.report.story import facts
 from tsae.report.story.statements import surviving, survivors
 from tsae.report.story.verdict import clear_changes, measured_changes
-from tsae.report.text import figure_text, number, percent
+from tsae.report.text import capitalised, figure_text, number, percent
 
 _OTHERS = "others"
 _MAX_RUNS, _MAX_ROWS, _MAX_LINES, _LEFT = 4, 9, 8, 178
@@ -57,7 +57,7 @@ def overview_caption(diff: FeatureDiff) -> str:
     shown = f" The first {_MAX_RUNS} of {len(runs)} runs are shown." if len(runs) > _MAX_RUNS else ""
     above = "Above: ring = base, filled = run, bars = intervals (grey: no clear change). Below: "
     if not _behaviour_lines(diff, runs):
-        above, below = "", below[0].upper() + below[1:]
+        above, below = "", capitalised(below)
     return f"{above}{below}.{shown}"
 
 
@@ -70,7 +70,7 @@ def _behaviour_lines(diff: FeatureDiff, runs: list[str]) -> list[tuple[str, str,
             if any(facts.change_of(diff, run, band, name) is not None for run in runs):
                 label = facts.behaviour_name(name) + ("" if band == "all" else f", {band}")
                 lines.append((label, name, band))
-    return lines if any(facts.behaviour(diff, diff.base, band, name) is not None for _, name, band in lines) else []
+    return lines
 
 
 def _runs(diff: FeatureDiff, runs: list[str]) -> go.Figure:

@@ -12,8 +12,8 @@ import pandas as pd
 from tsae.diff.confounds import CONTROLS, FAILS, SURVIVES
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.text import interval, number, percent
+from tsae.rollouts.schema import BANDS as BANDS
 
-BANDS = ("easy", "medium", "hard")
 PART_NAMES = {
     "total": "each on its own trajectories",
     "policy": "policy part",
@@ -35,10 +35,7 @@ _BEHAVIOUR_NAMES = {
 
 
 def trained_on(diff: FeatureDiff, checkpoint: str) -> str | None:
-    for reader in diff.info["readers"]:
-        if reader["id"] == checkpoint:
-            return reader.get("trained_on")
-    return None
+    return next((reader.get("trained_on") for reader in diff.info["readers"] if reader["id"] == checkpoint), None)
 
 
 def stand_in(diff: FeatureDiff) -> str:

@@ -19,11 +19,12 @@ from tsae.report.story.gates import bands_note, bands_warning, belief
 from tsae.report.story.statements import (
     Statement,
     along_steps,
+    at_last_step,
     contrasts,
     found_in,
     main_contrast,
+    main_predictions,
     overlap_sentence,
-    predictions,
     survive_in_both,
     surviving,
     survivors,
@@ -34,7 +35,7 @@ from tsae.report.story.verdict import TESTED, UNDECIDED, UNMEASURED, WRITES, YES
 from tsae.report.text import capitalised, count, interval, listed, number, percent
 
 _MAX_RUNS, _MAX_TESTS = 4, 3
-NEXT = "What to look at next"
+PREDICTED, BELIEF, NEXT = "Predicted against realised", "How far to believe it", "What to look at next"
 
 
 def findings(diff: FeatureDiff, more: Iterable[Statement] = ()) -> list[Statement]:
@@ -43,21 +44,18 @@ def findings(diff: FeatureDiff, more: Iterable[Statement] = ()) -> list[Statemen
     A few statements on runs, on runs in opposition or on outcomes. Then, where they are known: what was predicted, how
     it went along steps, what was tested causally, and `more`; how far to believe it, and what to look at next.
     """
-    runs = diff.final_checkpoints
-    found = verdicts(diff)[:_MAX_RUNS]
-    found += [with_stand_in(diff, statement) for statement in [_opposed(diff)] if statement]
-    found += [statement for statement in [None if runs else _outcomes(diff)] if statement]
-    later = [with_stand_in(diff, statement) for statement in (_predicted(diff), _along_steps(diff)) if statement]
-    warning = bands_warning(diff)
+    runs = verdicts(diff)[:_MAX_RUNS]
+    found = [*runs, _opposed(diff)] if runs else [_outcomes(diff)]
     kept = [
-        Statement("Before all others", (warning,), "gates", warns=True) if warning else None,
+        Statement("Before all others", (warning,), "gates", warns=True) if (warning := bands_warning(diff)) else None,
         Statement("Bands", (note,), "gates") if (note := bands_note(diff)) else None,
         *found[:_MAX_RUNS],
-        *later,
+        _predicted(diff),
+        _along_steps(diff),
         tested(diff),
         *more,
-        Statement("How far to believe it", belief(diff), "gates"),
-        _next(diff, found),
+        Statement(BELIEF, belief(diff), "gates"),
+        _next(diff, runs),
     ]
     return [statement for statement in kept if statement]
 
@@ -131,10 +129,8 @@ def _feature_sentences(diff: FeatureDiff, checkpoint: str) -> list[str]:
     counts = f"{len(moved) or 'none'} of {contrast.n_tested} tested features moved ({facts.least_text(diff)})"
     counts = f"{capitalised(facts.PART_NAMES[contrast.part])}, {counts}"
     if moved.empty:
-        detectable = f"{contrast.n_differs} differ detectably" + ", none of them clearly by that much" * bool(
-            contrast.n_differs
-        )
-        return [f"{counts}; {detectable}."]
+        unclear = ", none of them clearly by that much" if contrast.n_differs else ""
+        return [f"{counts}; {contrast.n_differs} differ detectably{unclear}."]
     sides = {"raised": moved[moved.delta > 0], "lowered": moved[moved.delta < 0]}
     known = f"{counts}: {len(sides['raised'])} raised, {len(sides['lowered'])} lowered."
     if contrast.part == "same_trajectories":
@@ -170,7 +166,7 @@ def _opposed(diff: FeatureDiff) -> Statement | None:
         if any(contrast is None or contrast.note for contrast in drawn):
             return None  # What was not tested may be there.
         told = f"No feature was raised by one run and lowered by another ({facts.least_text(diff)})."
-        return Statement("Opposite directions", (told,), "opposed")
+        return with_stand_in(diff, Statement("Opposite directions", (told,), "opposed"))
     clauses = []
     for up, down, features in pairs:
         if {up, down} == set(pairs[0][:2]):
@@ -179,9 +175,8 @@ def _opposed(diff: FeatureDiff) -> Statement | None:
             if len(left):
                 clearest += f", most clearly {facts.named(diff, int(left[0]))}"
             clauses.append(f"{up} raised and {down} lowered {count(len(features), 'feature')}{clearest}")
-    return Statement(
-        "Opposite directions", (f"{'; '.join(clauses)}.",), "opposed", note=f"{facts.least_text(diff)} in both"
-    )
+    told, note = f"{'; '.join(clauses)}.", f"{facts.least_text(diff)} in both"
+    return with_stand_in(diff, Statement("Opposite directions", (told,), "opposed", note=note))
 
 
 def _outcomes(diff: FeatureDiff) -> Statement | None:
@@ -209,9 +204,8 @@ def _outcomes(diff: FeatureDiff) -> Statement | None:
 
 def _predicted(diff: FeatureDiff) -> Statement | None:
     """Prediction and policy part on the band that a run was trained on."""
-    table = predictions(diff)
-    own = table[(table.part == "policy") & table.get("matched", False) & (table.realised_on == "all")]
-    own = own[(own.note == "") & (own.gradient == "natural")]
+    table = main_predictions(diff)
+    own = table[(table.part == "policy") & table.get("matched", False)]
     clauses = [
         f"{r.checkpoint} {number(r.rho, sign=True)} {interval(r.low, r.high, sign=True)} of about {number(r.ceiling)}"
         for r in facts.records(own)
@@ -223,17 +217,19 @@ def _predicted(diff: FeatureDiff) -> Statement | None:
         "it moves? Rank correlation with the shifts that came, and about the most that noise allows: "
     )
     told += f"{'; '.join(clauses)}."
-    return Statement("Predicted against realised", (told,), "predicted")
+    return with_stand_in(diff, Statement(PREDICTED, (told,), "predicted"))
 
 
 def _along_steps(diff: FeatureDiff) -> Statement | None:
     clauses = []
-    for run in along_steps(diff):
-        clear = run.last[run.last.kind != FLAT]
+    for run, rows in along_steps(diff).items():
+        clear = at_last_step(rows)
+        clear = clear[clear.kind != FLAT]
         half = f", half of them with their onset by step {clear.onset.median():g}"
         moved = f"{count(len(clear), 'feature')} moved{half}" if len(clear) else "no feature moved"
-        clauses.append(f"{run.run}: {moved}")
-    return Statement("Along the steps", (f"{'; '.join(clauses)}.",), "steps") if clauses else None
+        clauses.append(f"{run}: {moved}")
+    told = Statement("Along the steps", (f"{'; '.join(clauses)}.",), "steps")
+    return with_stand_in(diff, told) if clauses else None
 
 
 def tested(diff: FeatureDiff) -> Statement | None:

@@ -10,7 +10,7 @@ import pandas as pd
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.story import facts
 from tsae.report.story.statements import contrasts
-from tsae.report.text import count, listed, percent
+from tsae.report.text import capitalised, count, listed, percent
 from tsae.rollouts.bands import bands_label, found_how
 from tsae.sae.quality.stability import FOUND_AGAIN
 
@@ -47,10 +47,6 @@ class Gates:
     """Features that were tested causally."""
     disagrees: tuple[str, ...]
     """Checks of the rollout log that found it to contradict itself."""
-
-    @property
-    def flagged(self) -> list[str]:
-        return [reader["id"] for reader in self.readers if reader["flagged"]]
 
 
 def gates(diff: FeatureDiff) -> Gates:
@@ -117,8 +113,8 @@ def belief(diff: FeatureDiff) -> tuple[str, ...]:
     if kept := diff.info.get("sae_kept"):
         least = min((fve for fve in kept.values() if fve is not None), default=0.0)
         sentences.append(f"It was trained earlier in this training, on {listed(list(kept))}: then {least:.2f} or more.")
-    if found.flagged:
-        sentences.append(f"Flagged for bad reconstruction or many tokens left out: {listed(found.flagged)}.")
+    if flagged := [reader["id"] for reader in found.readers if reader["flagged"]]:
+        sentences.append(f"Flagged for bad reconstruction or many tokens left out: {listed(flagged)}.")
     tested = f"{count(found.n_tested, 'feature')} causally tested, the others not: correlation."
     return (*sentences, *found.nulls, tested if found.n_tested else "Correlation throughout: not causally tested.")
 
@@ -147,7 +143,7 @@ def bands_note(diff: FeatureDiff) -> str:
 def bands_warning(diff: FeatureDiff) -> str:
     """That bands are training steps, where they are; empty otherwise."""
     refused = (diff.info.get("bands") or {}).get("refused") or ""
-    return f"{refused[0].upper()}{refused[1:]}. Bands are shown, and not compared." if refused else ""
+    return f"{capitalised(refused)}. Bands are shown, and not compared." if refused else ""
 
 
 def stand_in_warning(diff: FeatureDiff) -> str:
@@ -158,14 +154,6 @@ def stand_in_warning(diff: FeatureDiff) -> str:
         f"The base is missing, and {diff.base} takes its place: what training did up to that step is not seen here. "
         "To compare with the model that training started from, give it: --base MODEL."
     )
-
-
-def bands_by_step(diff: FeatureDiff) -> tuple[list[str], dict[str, list[int]]]:
-    """Training steps or ranges of them ("3-7"), and of every band the problems asked there; empty if not measured."""
-    found = (diff.info.get("bands") or {}).get("confounded_with_step") or {"table": {}}
-    counts: dict[str, dict[str, int]] = found["table"]
-    steps = sorted({step for row in counts.values() for step in row}, key=lambda step: float(step.partition("-")[0]))
-    return steps, {band: [int(counts[band].get(step, 0)) for step in steps] for band in facts.BANDS if band in counts}
 
 
 def statistics_text(diff: FeatureDiff) -> str:

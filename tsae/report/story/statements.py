@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from tsae.diff.confounds import CANNOT_TELL, CONTROLS, FAILS, SURVIVES
-from tsae.diff.dynamics import FLAT, KINDS
+from tsae.diff.dynamics import FLAT
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.story import facts
 from tsae.report.text import capitalised, count, listed, number, percent, visible
@@ -158,28 +158,14 @@ def survive_in_both(diff: FeatureDiff, up: str, down: str, features: pd.DataFram
     return [int(feature) for feature in features.index if all(feature in of for of in left)]
 
 
-@dataclass(frozen=True)
-class Steps:
-    """What happened along the steps of one run."""
-
-    run: str
-    steps: tuple[int, ...]
-    last: pd.DataFrame
-    """Rows of `FeatureDiff.dynamics` at the last step."""
-    kinds: dict[str, int]
-    """Features of every kind."""
+def along_steps(diff: FeatureDiff) -> dict[str, pd.DataFrame]:
+    """Rows of `FeatureDiff.dynamics` of every run that was followed."""
+    return {} if diff.dynamics is None else {str(run): of for run, of in diff.dynamics.groupby("run", sort=False)}
 
 
-def along_steps(diff: FeatureDiff) -> list[Steps]:
-    """Of every run that was followed."""
-    if diff.dynamics is None or diff.dynamics.empty:
-        return []
-    found = []
-    for run, rows in diff.dynamics.groupby("run", sort=False):
-        last = rows[rows.step == rows.step.max()]
-        kinds = last.kind.value_counts().reindex(KINDS, fill_value=0)
-        found.append(Steps(str(run), tuple(sorted(rows.step.unique())), last, kinds.to_dict()))
-    return found
+def at_last_step(rows: pd.DataFrame) -> pd.DataFrame:
+    """Those of some rows of a run that are of its last step."""
+    return rows[rows.step == rows.step.max()]
 
 
 def step_features(diff: FeatureDiff, n: int = 6) -> list[int]:
@@ -201,6 +187,12 @@ def predictions(diff: FeatureDiff) -> pd.DataFrame:
     return table[table.checkpoint.isin(diff.final_checkpoints)]
 
 
+def main_predictions(diff: FeatureDiff) -> pd.DataFrame:
+    """Comparisons of the natural gradient with the shift over all problems, for the last step of every run."""
+    table = predictions(diff)
+    return table[(table.note == "") & (table.realised_on == "all") & (table.gradient == "natural")]
+
+
 def tests(diff: FeatureDiff) -> list[dict[str, Any]]:
     """Records of the interventions that tested features causally."""
     return diff.info.get("causally_tested") or []
@@ -219,7 +211,7 @@ def noise_text(diff: FeatureDiff) -> tuple[str, ...]:
     if diff.info["config"].get("noise_draws") == 0:
         return ("The null for changed weights was left out (noise_draws=0).",)
     info = diff.info.get("noise")
-    return tuple(f"{line}." for line in noise_lines(info)) if info else (f"{NOT_RUN[0].upper()}{NOT_RUN[1:]}.",)
+    return tuple(f"{line}." for line in noise_lines(info)) if info else (f"{capitalised(NOT_RUN)}.",)
 
 
 def _line(record: Mapping[str, Any]) -> str:

@@ -129,12 +129,10 @@ def measured_changes(diff: FeatureDiff, run: str) -> list[Change]:
         for band in split or ["all"]:
             if both := facts.change_of(diff, run, band, name):
                 before, after = both
+                means = float(before["mean"]), float(after["mean"])
                 change, low, high = (float(after[end]) for end in ("change", "change_low", "change_high"))
-                ends, of = (
-                    (float(before["mean"]), float(after["mean"])),
-                    (int(after["n_paired"]), facts.is_share(diff, name)),
-                )
-                found.append(Change(name, band, *ends, change, low, high, *of))
+                n, is_share = int(after["n_paired"]), facts.is_share(diff, name)
+                found.append(Change(name, band, *means, change, low, high, n, is_share))
     return found
 
 
@@ -299,9 +297,8 @@ def _computes(diff: FeatureDiff, run: str) -> Light:
     mine = record["n_moved"] / record["n_tested"]
     beside = (
         f"On {count(record['n_problems'], 'problem')} that were also read with noise in the weights, the run moves "
+        f"{record['n_moved']} of {record['n_tested']} features; noise as large as its update moves {noise} of {tested}."
     )
-    beside += f"{record['n_moved']} of {record['n_tested']} features; noise as large as its update moves {noise} of "
-    beside += f"{tested}."
     if mine <= 2 * noise / tested:
         return Light(*COMPUTES, UNDECIDED, (moved, f"{beside} That is not clearly more."), "gates")
     return Light(*COMPUTES, YES, (moved, beside), evidence)
