@@ -492,7 +492,7 @@ def test_of_log_probabilities_little_is_kept(series: CheckpointSeries) -> None:
     kept.put("another", np.zeros(1, dtype=int), np.arange(3), values[:3], "log:4")
     assert found.counts["consistency"]["log-probabilities"] == 8
     assert list(found.counts["placeholders"]) == ["-0.5"]
-    drawn = [told for _, told in json.loads(json.dumps(found.as_dict()))["samples"]["log-probabilities base"]]
+    drawn = [told for _, told in json.loads(json.dumps(vars(found)))["samples"]["log-probabilities base"]]
     assert [(len(prompt), response, logprobs) for prompt, response, logprobs, _ in drawn] == [
         (prompt, [*range(n)], values[:n].tolist()) for prompt, n in ((4096, 128), (1, 127), (1, 128), (1, 1))
     ]

@@ -174,7 +174,7 @@ def write_part(path: Path, records: Iterable[tuple[dict[str, Any], dict[str, Any
                     pending, n_tokens = [], 0
             if pending:
                 writer.write_table(_table(pending))
-            writer.add_key_value_metadata({"findings": json.dumps(findings.as_dict())})
+            writer.add_key_value_metadata({"findings": json.dumps(vars(findings))})
         add_hash(partial)
 
 
