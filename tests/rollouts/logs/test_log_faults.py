@@ -125,12 +125,6 @@ def test_a_reward_that_is_named_for_it_says_what_is_right(tokenizers: Any, tmp_p
     assert summary.total["not_round_tripping"] == 0
 
 
-def test_json_lines_that_look_like_trls_have_their_columns_listed(tokenizers: Any, tmp_path: Path) -> None:
-    row = {"step": 1, "prompt": [USER], "completion": "7"}
-    with pytest.raises(TsaeError, match="no known log has the columns step, prompt, completion; known are"):
-        imported(write(tmp_path / "mini.jsonl", row), tokenizers("chatml"), tmp_path / "to")
-
-
 def test_a_log_of_every_tenth_step_says_what_that_means(tokenizers: Any, tmp_path: Path) -> None:
     """TRL's default, logging_steps=10."""
     folder = str(tokenizers("chatml"))

@@ -175,9 +175,6 @@ def test_repeats_and_counts_are_those_of_a_loop() -> None:
     assert table.set_index("policy").trajectories.to_dict() == counts.to_dict()
 
 
-# --- files of parts
-
-
 # --- going on
 
 
@@ -373,12 +370,6 @@ def test_errors_of_workers_are_the_users(
         messages.append(str(error.value))
     assert messages[0] == messages[1]
     assert "1.jsonl:151: the response is empty" in messages[0]
-    (tmp_path / "my_failure.py").write_text("import os\n\ndef right(response, answer):\n    os._exit(3)\n")
-    (tmp_path / "my_death.py").write_text("import os\n\ndef right(response, answer):\n    os.kill(os.getpid(), 9)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in ("my_failure", "my_death"):
-        with pytest.raises(TsaeError, match=r"a process that read the log was ended.*--workers 1"):
-            imported(several, policy, tmp_path / "r.parquet", 2, verifier=f"{name}:right")
 
 
 def _import(path: Path, llama: Path, to: Path, n: int) -> None:

@@ -11,7 +11,6 @@ import torch
 
 from support.checkpoints import make_tokenizer
 from support.logs import notes, read, write
-from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ColumnNames
 from tsae.rollouts.token_parts import ANSWER, OTHER, THINKING
@@ -131,15 +130,6 @@ def test_markers_that_a_log_of_text_lost_are_said(tokenizers: Any, tmp_path: Pat
     row = {"prompt": "3+4?", "response_ids": ids, "reward": 1.0}
     found = read(write(tmp_path / "b.jsonl", row), tmp_path / "magistral", format="plain")
     assert found.table["parts"].to_pylist() == [[T] * 10 + [A]]
-
-
-def test_the_command_says_how_to_ask_for_thinking(
-    tokenizers: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    log = write(tmp_path / "a.jsonl", {"prompt": "3+4?", "response": "<think>a</think>7", "reward": 1.0})
-    to = tmp_path / "r.parquet"
-    main(["rollouts", "import", str(log), "--to", str(to), "--checkpoint", str(tokenizers("qwen3"))])
-    assert "note: 1 responses have thinking, marked by <think> (--span thinking or answer)" in capsys.readouterr().out
 
 
 def test_a_plain_log_with_a_mask(tokenizers: Any, tmp_path: Path) -> None:
