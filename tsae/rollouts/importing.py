@@ -44,7 +44,7 @@ from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.log_detection import FORMATS, find_log
 from tsae.rollouts.logs import import_parts
 from tsae.rollouts.logs.adapters import Format
-from tsae.rollouts.logs.consistency_checks import Check, ConsistencyChecks, refuse_disagreement
+from tsae.rollouts.logs.consistency_checks import Check, ConsistencyChecks
 from tsae.rollouts.logs.entry import Entry, Findings, Unusable, hash64, some_of
 from tsae.rollouts.logs.import_parts import Part
 from tsae.rollouts.logs.log_files import LogFile, run_folder
@@ -150,8 +150,9 @@ def import_log(
         found = _read_all(parts, log, series, workers, progress=progress)
         paths = [path for _, path in parts]
         summary = log.summary(path, paths, found)
-        if config.strict:
-            refuse_disagreement(summary.second_look, path)
+        if config.strict and (wrong := [str(check) for check in summary.second_look if check.disagrees]):
+            what = f"does not agree with itself: {'. '.join(wrong)}"
+            raise TsaeError(what, where=path, fix="Correct what is named, or import it without --strict.")
         schema = import_parts.table_schema(log.findings)
         rewards = [name.removeprefix("reward/") for name in log.findings.counts["reward columns"]]
         info = {**vocabulary_facts(tokens.tokenizer), "log": {**summary.as_dict(), "rewards": rewards}}

@@ -298,7 +298,7 @@ def test_without_its_package_the_math_verifier_says_what_to_install(
         ('{"prompt": "1?", "response": "2", "reward": 1, "reward": 0}', "'reward' comes twice, with different values"),
         ('{"prompt": "1?", "response": "2", "info": {"a": NaN, "a": 0}}', "'a' comes twice, with different values"),
         ({**ROW, "response_ids": [16, 20]}, "the response has the token id 20; the tokenizer of .* has 0 to 19"),
-        ({**ROW, "response_ids": [16, -1, 2]}, "the response has -1 between its tokens, which is a mask value"),
+        ({**ROW, "response_ids": [16, -1, 2]}, "-1 between its tokens, which is a mask value.*--column response_mask"),
         ({**ROW, "response_ids": [[16]]}, "response_ids is .*expected a list of token ids"),
         ({**ROW, "response_ids": [1.5]}, "response_ids is .*expected a list of token ids"),
         ({**ROW, "response_ids": [1, [2]]}, "response_ids is .*expected a list of token ids"),

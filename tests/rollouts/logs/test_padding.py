@@ -15,7 +15,6 @@ from support.builders import BOS, EOS, PAD, save_model
 from support.logs import refused
 from tsae.checkpoints.loading import Checkpoint
 from tsae.cli import main
-from tsae.errors import TsaeError
 from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.table import Rollouts
 
@@ -146,11 +145,6 @@ def test_ids_and_masks_may_be_texts(policy: Checkpoint, write: Any) -> None:
         row["attention_mask"] += [0] * (10 - len(row["attention_mask"]))
     texts = [{name: write(value) if name != "reward" else value for name, value in row.items()} for row in given]
     assert sequences(Rollouts.read(texts, policy)) == (PROMPTS, RESPONSES)
-
-
-def test_a_mask_value_between_tokens_is_refused(policy: Checkpoint) -> None:
-    with pytest.raises(TsaeError, match=r"has -100 between its tokens, which is a mask value.*--column response_mask"):
-        Rollouts.read([{"prompt_ids": [BOS, 4], "response_ids": [4, -100, EOS], "reward": 1.0}], policy)
 
 
 def test_pads_that_are_written_out_in_texts_are_left_out(policy: Checkpoint) -> None:

@@ -96,7 +96,14 @@ def each_row(
                         yield part
                         continue
                     where = part.where
-                    yield from _entry_of(part, entry)
+                    try:
+                        found = entry(part)
+                    except Unusable as unusable:
+                        yield unusable
+                        continue
+                    if found is not None:
+                        found.number, found.extra = part.line, part.kept() | found.extra
+                        yield found
             except Unusable as unusable:
                 yield unusable
             # RuntimeError: PyTorch's, where a tensor of a .pt file stands for a number or a list.
@@ -105,17 +112,6 @@ def each_row(
                 raise TsaeError(what, where=where, fix="Correct or drop that row.") from error
     except HalfLine as half:
         yield Unusable("cut", half.what, where=str(half.where), fix="Correct or delete that line")
-
-
-def _entry_of(part: Fields, entry: EntryOf) -> Iterator[Entry | Unusable]:
-    try:
-        found = entry(part)
-    except Unusable as unusable:
-        yield unusable
-        return
-    if found is not None:
-        found.number, found.extra = part.line, part.kept() | found.extra
-        yield found
 
 
 def each_response(fields: Fields, column: str, aligned: Iterable[str], whole: Iterable[str] = ()) -> list[Fields]:

@@ -215,18 +215,6 @@ def _responses(same_text: np.ndarray, logged: np.ndarray, place: Callable[[int],
     )
 
 
-def refuse_disagreement(checks: Sequence[Check], where: Path) -> None:
-    """Refuse a log that does not agree with itself (`ImportConfig.strict`).
-
-    Raises:
-        TsaeError: naming every check that disagrees.
-    """
-    wrong = [str(check) for check in checks if check.disagrees]
-    if wrong:
-        what = f"does not agree with itself: {'. '.join(wrong)}"
-        raise TsaeError(what, where=where, fix="Correct what is named, or import it without --strict.")
-
-
 @dataclass(frozen=True)
 class Check:
     """What one comparison found."""

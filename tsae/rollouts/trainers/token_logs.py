@@ -134,7 +134,8 @@ def _nemo_rl_entry(row: Fields) -> Entry:
         )
     for name in ("input_lengths", "token_loss_mask", "rewards"):
         row.need(name)
-    row = row.inside({name: _nemo_rl_only(value) for name, value in row.row.items()})
+    # The elements of a batch of one.
+    row = row.inside({n: v[0] if isinstance(v, list) and len(v) == 1 else v for n, v in row.row.items()})
     length = row.whole("input_lengths")
     if length is not None and length < 1:
         row.refuse(f"input_lengths is {length}", "Correct or drop that line.")
@@ -176,11 +177,6 @@ def _nemo_rl_sampled(mask: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
 
 def _nemo_rl_head(values: Any, length: int | None) -> Any:
     return values[:length] if isinstance(values, list) else values
-
-
-def _nemo_rl_only(value: Any) -> Any:
-    """The element of a batch of one."""
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 NEMO_RL = Format("nemo-rl", by_row(_nemo_rl_entry))
