@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from support.builders import BOS, EOS, PAD, save_model
-from support.logs import refused
+from support.logs import notes, refused
 from tsae.checkpoints.loading import Checkpoint
 from tsae.cli import main
 from tsae.rollouts.config import ColumnNames, ImportConfig
@@ -63,8 +63,7 @@ def test_what_pads_a_batch_is_left_out(policy: Checkpoint, tmp_path: Path, sides
             found = Rollouts.read(source, policy, ImportConfig())
         assert sequences(found) == (PROMPTS, RESPONSES)
         assert found.frame.finish_reason.tolist() == ["stop", "stop", "stop", "unknown"]
-        (note,) = [note for note in found.info["log"]["notes"] if "padding" in note]
-        assert note.startswith("4 prompts and 2 responses have padding: 16 ids at their edges (")
+        assert "4 prompts and 2 responses have padding: 16 ids at their edges (" in notes(found)
 
 
 def test_tensors_of_a_batch_are_columns(padded_with_its_end: Checkpoint) -> None:
@@ -191,10 +190,6 @@ def sampled(n_groups: int, size: int, words: int, seed: int = 0) -> list[dict[st
     ]
 
 
-def notes(found: Rollouts, about: str) -> list[str]:
-    return [note for note in found.info["log"]["notes"] if about in note]
-
-
 def test_an_id_with_several_prompts_is_several_problems(policy: Checkpoint, tmp_path: Path, capsys: Any) -> None:
     rows = restarted()
     with pytest.warns(UserWarning, match="3 problem ids have several prompts each, 6 in all: every prompt counts as"):
@@ -290,7 +285,7 @@ def test_a_batch_that_was_logged_at_two_steps_is_counted(policy: Checkpoint) -> 
     twice = [{**row, "step": step} for step in (1, 2) for row in rows] + [{**rows[0], "step": 3}]
     found = Rollouts.read(twice, policy)
     assert len(found) == 9
-    assert notes(found, "4 trajectories come again under another step or policy, word for word: all of them count")
+    assert "4 trajectories come again under another step or policy, word for word: all of them count" in notes(found)
     found = Rollouts.read(twice, policy, ImportConfig(copies="drop"))
     assert found.frame.step.tolist() == [1] * 4 + [3]
 
@@ -303,7 +298,7 @@ def test_a_policy_that_repeats_itself_keeps_its_rows(policy: Checkpoint, words: 
         assert len(Rollouts.read(rows, policy)) == len(rows)
     sure = Rollouts.read(sampled(2, 2, 1), policy)
     assert len(sure) == 4
-    assert notes(sure, "which chance may give: all of them count (--copies drop)")
+    assert "which chance may give: all of them count (--copies drop)" in notes(sure)
     assert len(Rollouts.read(sampled(2, 2, 1), policy, ImportConfig(copies="drop"))) == 2
 
 
@@ -314,6 +309,5 @@ def test_groups_of_unequal_sizes_are_counted_and_cut_ones_named(policy: Checkpoi
         for n in range(37)
     ]
     found = Rollouts.read(rows, policy)
-    (note,) = notes(found, "unequal numbers")
-    assert note.startswith("groups have unequal numbers of trajectories: 3 of 8, 2 of 5, 1 of 3; 1 are cut")
-    assert not notes(Rollouts.read(rows[:16], policy), "unequal numbers")
+    assert "groups have unequal numbers of trajectories: 3 of 8, 2 of 5, 1 of 3; 1 are cut" in notes(found)
+    assert "unequal numbers" not in notes(Rollouts.read(rows[:16], policy))

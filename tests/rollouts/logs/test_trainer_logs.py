@@ -88,8 +88,7 @@ def test_policies_are_the_checkpoints_that_sampled(tmp_path: Path) -> None:
         f"{r}-{s:05d}" for r in ("easy", "medium", "hard") for s in (74, 124)
     }
     assert {step for policy, step in columns(found, "policy", "step") if policy == "hard-150"} == {150}
-    (note,) = [note for note in found.info["log"]["notes"] if "one update older" in note]
-    assert note.startswith("easy-025 and 11 more")
+    assert re.search("^easy-025 and 11 more.*one update older", notes(found), re.MULTILINE)
 
 
 def grpo(folder: Path, saved: Sequence[int], logged: Sequence[int]) -> Path:
@@ -108,9 +107,8 @@ def test_weights_that_were_kept_exactly_are_preferred(tmp_path: Path) -> None:
     folder = grpo(tmp_path / "grpo", (10, 50, 52), (51, 52))
     found = Rollouts.read(tmp_path / "grpo")  # the checkpoints lie beside the log
     assert sorted(set(columns(found, "step", "policy"))) == [(51, "grpo-00050"), (52, "grpo-00052")]
-    notes = found.info["log"]["notes"]
-    assert any("stands in for the base" in note for note in notes)
-    assert any(note.startswith("grpo-00052: ") for note in notes)
+    assert "stands in for the base" in notes(found)
+    assert "\ngrpo-00052: " in notes(found)
     assert read(folder, tmp_path / "grpo" / "checkpoint-50").policies == ["grpo-00050", "grpo-00051"]
     assert read(folder, run="x").policies == ["x-00050", "x-00051"]
     grpo(tmp_path / "grpo", (), (11,))
@@ -160,7 +158,7 @@ def test_texts_alone_give_the_sampled_tokens_back_but_for_the_end(tmp_path: Path
     expected = [ids[:-1] if ids[-1] == EOS else ids for ids in logged.table["response_ids"].to_pylist()]
     assert found.table["response_ids"].to_pylist() == expected
     assert set(found.table["finish_reason"].to_pylist()) == {"unknown"}
-    assert any("no end token" in note for note in found.info["log"]["notes"])
+    assert "no end token" in notes(found)
     limited = read(log, base, max_response_tokens=max(map(len, expected)))
     ended = [reason == "stop" for reason in limited.table["finish_reason"].to_pylist()]
     assert limited.table["response_ids"].to_pylist() == [
@@ -375,7 +373,7 @@ def test_of_several_policies_of_a_step_the_newest_passes_for_its_checkpoint(chat
         shutil.copytree(chat.path, tmp_path / "mine" / f"checkpoint-{step}")
     found = read(log, CheckpointSeries.load(chat.path, tmp_path / "mine"), outcome="correct")
     assert found.table["policy"].to_pylist() == ["mine-00001", "mine-00004", "mine-00002", "mine-step00004"]
-    assert any(note.startswith("mine-00004: ") and "at least one update" in note for note in found.info["log"]["notes"])
+    assert re.search("^mine-00004: .*at least one update", notes(found), re.MULTILINE)
     alone = read(log, chat, outcome="correct")
     assert alone.table["policy"].to_pylist() == ["mine-00001", "mine-00003", "mine-00002", "mine-step00004"]
 
@@ -501,7 +499,7 @@ def test_the_only_run_of_a_series_is_taken_for_the_log(tmp_path: Path) -> None:
     shutil.copy(TRL / "hard" / "completions" / log.name, log)
     found = read(log, series)
     assert found.policies == ["hard-025"]
-    assert any("taken for the log of run hard" in note for note in found.info["log"]["notes"])
+    assert "taken for the log of run hard" in notes(found)
 
 
 # --- columns by name, in trainers' logs too
