@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -433,7 +432,6 @@ def test_memory_does_not_grow_with_the_number_of_lines(llama: Path, tmp_path: Pa
         capture_output=True,
         text=True,
         timeout=900,
-        env={**os.environ},
     )
     assert done.returncode == 0, done.stderr
     (small, small_bytes), (large, large_bytes) = (map(int, line.split()) for line in done.stdout.splitlines())
