@@ -13,6 +13,7 @@ from support.checkpoints import make_tokenizer
 from support.logs import notes, read, write
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ColumnNames
+from tsae.rollouts.problems import without
 from tsae.rollouts.token_parts import ANSWER, OTHER, THINKING
 
 A, T, O = ANSWER, THINKING, OTHER
@@ -41,13 +42,7 @@ def test_a_log_of_text(tokenizers: Any, tmp_path: Path) -> None:
     """verl's, of Qwen3 with thinking and without: the empty thinking is the prompt's."""
     outputs = ["<think>\n3+4=7\n</think>\n\n7", "<think>\n3+4", "7", "<think>\n\n</think>\n\n7"]
     special = [str(token) for token in make_tokenizer("qwen3").all_special_tokens]
-
-    def stripped(text: str) -> str:
-        for token in special:
-            text = text.replace(token, "")
-        return text
-
-    prompts = [stripped(asked("qwen3"))] * 3 + [stripped(asked("qwen3", enable_thinking=False))]
+    prompts = [without(asked("qwen3", **thinks), special) for thinks in ({}, {}, {}, {"enable_thinking": False})]
     rows = [
         {"input": prompt, "output": output, "gts": "7", "score": 1.0, "step": 1}
         for prompt, output in zip(prompts, [*outputs[:3], "7</think>"], strict=True)
