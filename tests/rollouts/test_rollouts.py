@@ -226,7 +226,6 @@ def test_files_that_are_no_rollouts_are_refused(tmp_path: Path) -> None:
     content = make_rollouts().write(tmp_path / "good.parquet").read_bytes()
     (tmp_path / "cut.parquet").write_bytes(content[:-20])
     refused("not a Parquet file", Rollouts.read, tmp_path / "cut.parquet")
-    refused("holds no trajectories", Rollouts, table_of().slice(0, 0))
 
 
 def test_wider_integer_lists_are_taken(tmp_path: Path) -> None:
@@ -323,8 +322,6 @@ def test_bands_measured_on_other_rollouts() -> None:
     banded = mine.with_bands("base", measured_on=elsewhere)
     assert banded.frame.band.tolist() == ["easy", "medium", "hard"]
     assert banded.info["bands"]["separate"] is True
-    with pytest.raises(TsaeError, match=r"1 problems have no rollouts of known outcome from base \(first: d\)"):
-        elsewhere.with_bands("base", measured_on=elsewhere.where(problem_id=["a", "b", "c"]))
 
 
 def test_an_empty_band_is_refused() -> None:
@@ -381,21 +378,16 @@ def test_behaviours_are_means_over_problems() -> None:
 def test_verifiers() -> None:
     assert exact(" 12 \n", "12")
     assert not exact("12.", "12")
-    assert last_number("so 3 apples cost $1,234.50.", "#### 1234.5")
-    assert not last_number("no number", "1")
-    assert not last_number("1 then 2", "1")
-    assert last_number("it is -3", "-3")
-    assert last_number("007 is 12.50", "12.5")
-    assert last_number("it is " + "9" * 5000, "9" * 5000)
-    assert not last_number("The answer is 9007199254740993", "9007199254740992")
-    assert not last_number("1" + "0" * 400, "9" * 500)
-    assert not last_number("0.1", "0.10000000000000000001")
-    for text, answer in (("−5", "-5"), ("x = −.5.", "-0.5"), (r"1{,}000{,}000", "1000000"), (r"10,\!236", "10236"),
-                         ("it is .5", "1/.5"), ("$.50", "0.5"), ("1e5", "100,000"), ("2.5E-3.", ".0025")):  # fmt: skip
-        assert last_number(text, answer)
-    for text, answer in ((r"\{1{,}2\}", "2"), ("10−5", "5"), ("No.5", "5"), ("v1.2.5", "5"), ("so...5", "5"),
-                         ("1e5f", "5"), ("12e4567", "4567"), ("f22e89", "89"), ("3/4", "4")):  # fmt: skip
-        assert last_number(text, answer)  # as ever
+    wrong = (("no number", "1"), ("1 then 2", "1"), ("The answer is 9007199254740993", "9007199254740992"),
+             ("1" + "0" * 400, "9" * 500), ("0.1", "0.10000000000000000001"))  # fmt: skip
+    right = (("so 3 apples cost $1,234.50.", "#### 1234.5"), ("it is -3", "-3"), ("007 is 12.50", "12.5"),
+             ("it is " + "9" * 5000, "9" * 5000), ("−5", "-5"), ("x = −.5.", "-0.5"), (r"1{,}000{,}000", "1000000"),
+             (r"10,\!236", "10236"), ("it is .5", "1/.5"), ("$.50", "0.5"), ("1e5", "100,000"), ("2.5E-3.", ".0025"),
+             # As ever:
+             (r"\{1{,}2\}", "2"), ("10−5", "5"), ("No.5", "5"), ("v1.2.5", "5"), ("so...5", "5"), ("1e5f", "5"),
+             ("12e4567", "4567"), ("f22e89", "89"), ("3/4", "4"))  # fmt: skip
+    for pairs in (wrong, right):
+        assert {last_number(*pair) for pair in pairs} == {pairs is right}
     assert find_verifier("exact") is exact
     assert find_verifier("tsae.rollouts.rewards:last_number") is last_number
     for name in ("nope", "tsae.rollouts.rewards:nope", "no_such_module:f"):
@@ -511,8 +503,6 @@ def test_sampled_shares_are_the_models_probabilities(policy: Checkpoint) -> None
 
 def test_nothing_of_the_models_generation_config_changes_what_is_sampled(llama: Path, tmp_path: Path) -> None:
     """Chat models ship top_p, top_k and a repetition penalty: rollouts of the policy itself have none of them."""
-    import shutil
-
     shutil.copytree(llama, tmp_path / "model")
     file = tmp_path / "model" / "generation_config.json"
     shipped = {"repetition_penalty": 5.0, "top_p": 0.1, "min_p": 0.5, "suppress_tokens": [1], "do_sample": True}
@@ -559,8 +549,6 @@ def test_sampling_refuses_what_cannot_work(policy: Checkpoint) -> None:
 
 
 def test_a_policy_with_nan_weights_is_refused(llama: Path, tmp_path: Path) -> None:
-    import shutil
-
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(llama, tmp_path / "model")

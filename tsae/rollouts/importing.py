@@ -35,6 +35,7 @@ from tsae.base.artefact import version_of
 from tsae.base.files import as_path
 from tsae.base.output_lock import output_lock
 from tsae.base.progress import progress_bar
+from tsae.base.untrusted import one_line
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.tokenizers import tokenizer_fingerprint, vocabulary_facts
@@ -43,7 +44,7 @@ from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.log_detection import FORMATS, find_log
 from tsae.rollouts.logs import import_parts
 from tsae.rollouts.logs.adapters import Format
-from tsae.rollouts.logs.consistency_checks import Check, ConsistencyChecks, refuse_disagreement
+from tsae.rollouts.logs.consistency_checks import Check, ConsistencyChecks
 from tsae.rollouts.logs.entry import Entry, Findings, Unusable, hash64, some_of
 from tsae.rollouts.logs.import_parts import Part
 from tsae.rollouts.logs.log_files import LogFile, run_folder
@@ -149,8 +150,9 @@ def import_log(
         found = _read_all(parts, log, series, workers, progress=progress)
         paths = [path for _, path in parts]
         summary = log.summary(path, paths, found)
-        if config.strict:
-            refuse_disagreement(summary.second_look, path)
+        if config.strict and (wrong := [str(check) for check in summary.second_look if check.disagrees]):
+            what = f"does not agree with itself: {'. '.join(wrong)}"
+            raise TsaeError(what, where=path, fix="Correct what is named, or import it without --strict.")
         schema = import_parts.table_schema(log.findings)
         rewards = [name.removeprefix("reward/") for name in log.findings.counts["reward columns"]]
         info = {**vocabulary_facts(tokens.tokenizer), "log": {**summary.as_dict(), "rewards": rewards}}
@@ -221,7 +223,7 @@ def _read_all(
             found = done.get(path) or import_parts.found_part(path)
             if found is None:
                 raise TsaeError("is not there any more", where=path, fix="Import again.")
-            log.findings.add(found.as_dict())
+            log.findings.add(vars(found))
             log.rules.check()
             every.append(found)
             n_rows += sum(found.counts["outcome"].values())
@@ -419,7 +421,7 @@ class LogImporter:
         if repeated := int((~self.kept).sum()):
             counts["skipped"]["repeated"] += repeated
         self._prompts = index.prompt.to_numpy()
-        odd = [*self._padded(), *self._unknown(), *self.groups.notes(odd=True, ids=counts[_HAS]["problem id"] > 0)]
+        odd = [*self._odd_tokens(), *self.groups.notes(odd=True, ids=counts[_HAS]["problem id"] > 0)]
         notes = [*self.notes, *self.policies.notes, *odd, *goes_back(index[self.kept], files), *self._assumed(n, index)]
         table, total = _by_source(index[self.kept], self.groups, self.policies.renamed)
         compared = import_parts.read_index(paths, _CHECKED)
@@ -449,11 +451,6 @@ class LogImporter:
         if n and counts["prompt text"]["mostly lost"] == n:
             what = f"of all its {n} prompts the tokenizer of {self.tokens.path} does not know most characters"
             yield what, "Check that this is the checkpoint that was trained."
-
-    def _unknown(self) -> Iterator[str]:
-        if lost := self.counts["prompt text"]["lost"] + self.counts["prompt text"]["mostly lost"]:
-            what = f"{lost:,} trajectories have prompts with characters that the checkpoint's tokenizer does not know"
-            yield f"{what}: their ids are of another text"
 
     def renamed(self, table: pa.Table, rows: np.ndarray) -> pa.Table:
         """Rows of the table, by their numbers, with the names that policies and problems get in the end."""
@@ -504,7 +501,8 @@ class LogImporter:
             "logging_steps=1"
         )
 
-    def _padded(self) -> Iterator[str]:
+    def _odd_tokens(self) -> Iterator[str]:
+        """What is to be reported of padding and of lost characters."""
         padded, tokens = self.counts[_PADDED], self.tokens
         if padded["ids"]:
             found = sorted({id for ids in tokens.pads.values() for id in ids if id >= 0})
@@ -513,6 +511,9 @@ class LogImporter:
                 f"{padded['prompts']:,} prompts and {padded['responses']:,} responses have padding: {padded['ids']:,} "
                 f"ids at their edges ({pads}mask values below 0) were left out (--pad-ids, if other tokens pad it)"
             )
+        if lost := self.counts["prompt text"]["lost"] + self.counts["prompt text"]["mostly lost"]:
+            what = f"{lost:,} trajectories have prompts with characters that the checkpoint's tokenizer does not know"
+            yield f"{what}: their ids are of another text"
 
     def _record(self, entry: Entry, file: LogFile, file_number: int) -> tuple[dict[str, Any], dict[str, Any]]:
         _check_steps(entry, file)
@@ -689,7 +690,7 @@ class Summary:
         lines.append(f"  {'policy':<{width}}{'step':>8}" + "".join(f"{head:>{cell}}" for head, cell in _CELLS.values()))
         # Names come from the log, and must not control the terminal.
         rows = [
-            (_printable(row.policy), "–" if pd.isna(row.step) else str(row.step), row._asdict())
+            (one_line(row.policy), "–" if pd.isna(row.step) else str(row.step), row._asdict())
             for row in self.table.itertuples()
         ]
         if len(rows) > 24:
@@ -700,10 +701,6 @@ class Summary:
             lines.append(f"left out: {n:,} {kind}")
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join([*lines, *(f"second look at {check}" for check in self.second_look)])
-
-
-def _printable(name: str) -> str:
-    return "".join(character if character.isprintable() else "�" for character in name)
 
 
 def _cells(counts: dict[str, float]) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import mmap
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,14 @@ def row_groups(table: pa.Table, lengths: np.ndarray) -> Iterator[pa.Table]:
     for low, high in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         # In one piece: otherwise the pages of the file would depend on the pieces in memory.
         yield table.slice(low, high - low).combine_chunks()
+
+
+def refuse_twice(names: Iterable[Any], where: str | Path) -> None:
+    """Refuse a table with two columns of one name."""
+    twice = [name for name, n in Counter(map(str, names)).items() if n > 1]
+    if twice:
+        what = f"has several columns {twice[0]!r}, and nothing says which of them counts"
+        raise TsaeError(what, where=where, fix="Rename or drop all but one of them.")
 
 
 def list_lengths(column: pa.ChunkedArray) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import pandas as pd
 import pyarrow as pa
 
 from tsae.errors import TsaeError
-from tsae.rollouts.parquet import list_lengths
+from tsae.rollouts.parquet import list_lengths, refuse_twice
 from tsae.rollouts.token_parts import FIELD as PARTS_FIELD
 from tsae.rollouts.token_parts import check_parts
 
@@ -81,9 +80,7 @@ def typed(table: pa.Table, where: str) -> pa.Table:
         what = f"lacks the columns {', '.join(missing)}; it has {', '.join(table.column_names) or 'none'}"
         fix = "Make the file with `tsae rollouts`, or import a log with `tsae rollouts import`."
         raise TsaeError(what, where=where, fix=fix)
-    twice = [name for name, n in Counter(table.column_names).items() if n > 1]
-    if twice:
-        raise TsaeError(f"has several columns {twice[0]!r}", where=where, fix="Rename or drop all but one of them.")
+    refuse_twice(table.column_names, where)
     columns = {}
     for field in (*SCHEMA, PARTS_FIELD):
         if field.name in table.column_names:

@@ -158,18 +158,6 @@ def test_files_of_before_a_resume_are_pointed_out(chat: Checkpoint, tmp_path: Pa
     assert note.startswith("3.jsonl of step 3 is older than the file of step 2")
 
 
-def test_a_validation_beside_the_training_stays_apart(chat: Checkpoint, tmp_path: Path) -> None:
-    row = json.loads((LOGS / "verl" / "1.jsonl").read_text().splitlines()[0])
-    for folder, score in (("rollout_data", 1.0), ("validation_data", 0.0)):
-        (tmp_path / "run" / folder).mkdir(parents=True)
-        (tmp_path / "run" / folder / "1.jsonl").write_text(json.dumps({**row, "score": score, "acc": score}) + "\n")
-    _, summary = read(tmp_path / "run", chat, tmp_path / "found.parquet")
-    assert summary.total["trajectories"] == summary.total["success_rate"] == 1
-    assert any("1 files of validation_data are a validation's and stay apart" in note for note in summary.notes)
-    _, summary = read(tmp_path / "run" / "validation_data", chat, tmp_path / "found.parquet")
-    assert summary.total["success_rate"] == 0
-
-
 @pytest.mark.parametrize("change", ["missing", "text"])
 def test_a_sum_of_rewards_needs_all_of_them(change: str, chat: Checkpoint, tmp_path: Path) -> None:
     shutil.copytree(LOGS / "trl", tmp_path / "run")

@@ -11,13 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from support.checkpoints import make_tokenizer
-from support.logs import notes, refused, write
+from support.logs import notes, read, refused, write
 from tsae import Rollouts, testbed
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.importing import Summary, import_log
+from tsae.rollouts.importing import import_log
 
 SYSTEM, USER = {"role": "system", "content": "Be short."}, {"role": "user", "content": "What is 3 + 4?"}
 OWN = "system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face\n"
@@ -36,12 +36,6 @@ def completions(path: Path, prompts: list[Any], **columns: Any) -> Path:
     return path
 
 
-def imported(log: Path, checkpoint: Any, to: Path, **config: Any) -> tuple[Rollouts, Summary]:
-    to.mkdir(exist_ok=True)
-    summary = import_log(log, to / "r.parquet", checkpoint, ImportConfig(**config), progress=False)
-    return Rollouts.read(to / "r.parquet"), summary
-
-
 def prompts_of(found: Rollouts, name: str) -> list[str]:
     return [make_tokenizer(name).decode(ids) for ids in found.table["prompt_ids"].to_pylist()]
 
@@ -53,9 +47,9 @@ def rendered(name: str, *messages: dict[str, str], **arguments: Any) -> str:
     return str(text)
 
 
-def note(summary: Summary, part: str) -> str:
-    (found,) = [note for note in summary.notes if part in note]
-    return found
+def note(found: Rollouts, part: str) -> str:
+    (line,) = [line for line in notes(found).splitlines() if part in line]
+    return line
 
 
 # --- TRL
@@ -66,30 +60,30 @@ def test_prompts_that_trl_decoded_get_their_special_tokens_back(tokenizers: Any,
         tmp_path / "completions_00001.parquet",
         [OWN + "user\nWhat is 3 + 4?\nassistant\n", "system\nBe short.\nuser\nWhat is 3 + 4?\nassistant\n"],
     )
-    found, summary = imported(log, tokenizers("smollm2"), tmp_path / "to")
+    found = read(log, tokenizers("smollm2"))
     assert prompts_of(found, "smollm2") == [rendered("smollm2", USER), rendered("smollm2", SYSTEM, USER)]
-    assert note(summary, "special tokens").startswith("2 prompts were logged without special tokens")
+    assert note(found, "special tokens").startswith("2 prompts were logged without special tokens")
 
 
 def test_a_thinking_switch_is_read_off_a_decoded_prompt(tokenizers: Any, tmp_path: Path) -> None:
     stripped = "user\nWhat is 3 + 4?\nassistant\n<think>\n\n</think>\n\n"
     log = completions(tmp_path / "completions_00001.parquet", [stripped, stripped])
-    found, summary = imported(log, tokenizers("qwen3"), tmp_path / "to")
+    found = read(log, tokenizers("qwen3"))
     assert prompts_of(found, "qwen3") == [rendered("qwen3", USER, enable_thinking=False)] * 2
-    assert note(summary, "enable_thinking") == (
+    assert note(found, "enable_thinking") == (
         '2 prompts were rendered with {"enable_thinking": false}, as their text shows'
     )
 
 
 def test_a_thinking_switch_that_the_log_does_not_show_is_asked_for(tokenizers: Any, tmp_path: Path) -> None:
     log = completions(tmp_path / "completions_00001.parquet", [[USER], [USER]])
-    found, summary = imported(log, tokenizers("qwen3"), tmp_path / "to")
+    found = read(log, tokenizers("qwen3"))
     assert prompts_of(found, "qwen3") == [rendered("qwen3", USER)] * 2
-    assert note(summary, "enable_thinking").startswith("2 prompts were rendered without enable_thinking")
+    assert note(found, "enable_thinking").startswith("2 prompts were rendered without enable_thinking")
     arguments = '{"enable_thinking": false}'
-    found, summary = imported(log, tokenizers("qwen3"), tmp_path / "to", template_arguments=arguments)
+    found = read(log, tokenizers("qwen3"), template_arguments=arguments)
     assert prompts_of(found, "qwen3") == [rendered("qwen3", USER, enable_thinking=False)] * 2
-    assert not any("enable_thinking" in note for note in summary.notes)
+    assert "enable_thinking" not in notes(found)
     for wrong in ("enable_thinking", "[1]", "[" * 100_000):
         refused("is not a JSON object", ImportConfig, template_arguments=wrong)
 
@@ -97,13 +91,13 @@ def test_a_thinking_switch_that_the_log_does_not_show_is_asked_for(tokenizers: A
 def test_texts_that_are_no_conversation_stay_as_they_are(tokenizers: Any, tmp_path: Path) -> None:
     written_out = "<|im_start|>user\n5+5?<|im_end|>\n"
     log = completions(tmp_path / "completions_00001.parquet", ["What is 3 + 4?", written_out])
-    found, summary = imported(log, tokenizers("chatml"), tmp_path / "to")
+    found = read(log, tokenizers("chatml"))
     assert prompts_of(found, "chatml") == ["What is 3 + 4?", written_out]
-    assert note(summary, "as they stand").startswith("1 prompts are not a text that the chat template gives")
+    assert note(found, "as they stand").startswith("1 prompts are not a text that the chat template gives")
     # What has the template's end cannot be a plain text, and is not taken for one.
     odd = completions(tmp_path / "odd" / "completions_00001.parquet", ["cut off\nassistant\n"])
     with pytest.raises(TsaeError, match=r"without special tokens.*--template-arguments.*--prompt-format plain"):
-        imported(odd, tokenizers("chatml"), tmp_path / "to")
+        read(odd, tokenizers("chatml"))
 
 
 def test_a_reward_that_is_named_for_it_says_what_is_right(tokenizers: Any, tmp_path: Path) -> None:
@@ -114,21 +108,13 @@ def test_a_reward_that_is_named_for_it_says_what_is_right(tokenizers: Any, tmp_p
         format_reward=[1.0, 1.0, 1.0],
         completion=["7", "8", "9"],
     )
-    found, summary = imported(log, tokenizers("chatml"), tmp_path / "to", rewards=("accuracy_reward", "format_reward"))
+    found = read(log, tokenizers("chatml"), rewards=("accuracy_reward", "format_reward"))
     assert found.table["outcome"].to_pylist() == ["success", "failure", "unknown"]
-    assert note(summary, "outcome is unknown").startswith("1 trajectories")
+    assert note(found, "outcome is unknown").startswith("1 trajectories")
     named = "success: accuracy_reward, of accuracy_reward, format_reward the one named for it, is above"
-    assert note(summary, "success: ").startswith(named)
-    assert "3 responses have the sum of accuracy_reward, format_reward as their reward" in summary.notes
+    assert note(found, "success: ").startswith(named)
+    assert "3 responses have the sum of accuracy_reward, format_reward as their reward" in notes(found)
     assert found.table["round_trip"].to_pylist() == [False] * 3
-    assert summary.total["retokenised"] == 3
-    assert summary.total["not_round_tripping"] == 0
-
-
-def test_json_lines_that_look_like_trls_have_their_columns_listed(tokenizers: Any, tmp_path: Path) -> None:
-    row = {"step": 1, "prompt": [USER], "completion": "7"}
-    with pytest.raises(TsaeError, match="no known log has the columns step, prompt, completion; known are"):
-        imported(write(tmp_path / "mini.jsonl", row), tokenizers("chatml"), tmp_path / "to")
 
 
 def test_a_log_of_every_tenth_step_says_what_that_means(tokenizers: Any, tmp_path: Path) -> None:
@@ -139,23 +125,23 @@ def test_a_log_of_every_tenth_step_says_what_that_means(tokenizers: Any, tmp_pat
     for step in (10, 20, 30):
         log = completions(tmp_path / "run" / "completions" / f"completions_{step:05d}.parquet", ["1?", "2?"])
         pd.read_parquet(log).assign(step=step, completion=[f"{step}", "x"]).to_parquet(log)
-    found, summary = imported(tmp_path / "run" / "completions", series, tmp_path / "to")
+    found = read(tmp_path / "run" / "completions", series)
     assert found.table["step"].to_pylist() == [10, 10, 20, 20, 30, 30]
-    (note,) = (note for note in summary.notes if "every 10th" in note)
-    assert note.startswith(
+    told = note(found, "every 10th")
+    assert told.startswith(
         "the log has 3 of the steps 10 to 30, about every 10th: pass rates, bands, behaviours by step"
     )
-    assert "the base sampled none of them" in note
-    assert "`tsae attribute` refuses it" in note
-    assert note.endswith("TRL and ms-swift log every step with logging_steps=1")
+    assert "the base sampled none of them" in told
+    assert "`tsae attribute` refuses it" in told
+    assert told.endswith("TRL and ms-swift log every step with logging_steps=1")
     completions(tmp_path / "run" / "completions" / "completions_00001.parquet", ["1?", "2?"])
-    _, summary = imported(tmp_path / "run" / "completions", series, tmp_path / "to")
-    assert any("4 of the steps 1 to 30, about every 10th" in note and "the base" not in note for note in summary.notes)
+    found = read(tmp_path / "run" / "completions", series)
+    assert "the base" not in note(found, "4 of the steps 1 to 30, about every 10th")
     completions(
         tmp_path / "run" / "completions" / "completions_00002.parquet", ["1?", "2?"], step=2, completion=["3", "4"]
     )
-    _, summary = imported(tmp_path / "run" / "completions", series, tmp_path / "to")
-    assert not any("of the steps" in note for note in summary.notes)
+    found = read(tmp_path / "run" / "completions", series)
+    assert "of the steps" not in notes(found)
 
 
 # --- numbers as text
@@ -178,7 +164,7 @@ def test_numbers_may_be_text(right: Any, tokenizers: Any, tmp_path: Path) -> Non
     for name, rows in logs.items():
         config = {"format": "plain" if name == "flag" else name}
         log = write(tmp_path / name / "a.jsonl", *rows)
-        found, _ = imported(log, tokenizers("chatml"), tmp_path / "to", **config)
+        found = read(log, tokenizers("chatml"), **config)
         assert found.table["step"].to_pylist() == [7, 7], name
         assert found.table["outcome"].to_pylist() == ["success", "failure"], name
         assert found.table["reward"].to_pylist() == [1.0, 0.0], name
@@ -208,12 +194,12 @@ def test_a_validation_is_sampled_after_the_update(
 ) -> None:
     for step in (1, 2):
         verl(tmp_path / folder / f"{step}.jsonl", {**row, "step": step})
-    found, summary = imported(tmp_path / folder, tokenizers("chatml"), tmp_path / "to", run="run")
+    found = read(tmp_path / folder, tokenizers("chatml"), run="run")
     assert found.policies == policies
     after = policies[0] == "run-00001"
-    assert ("2 responses are a validation's, sampled after the step's update" in summary.notes) == after
+    assert ("2 responses are a validation's, sampled after the step's update" in notes(found)) == after
     before = verl(tmp_path / "before" / "0.jsonl", {"step": 0})
-    assert imported(before, tokenizers("chatml"), tmp_path / "to", run="run")[0].policies == ["run-00000"]
+    assert read(before, tokenizers("chatml"), run="run").policies == ["run-00000"]
 
 
 @pytest.mark.parametrize(
@@ -226,10 +212,10 @@ def test_a_validation_is_sampled_after_the_update(
 )
 def test_a_tools_turn_is_not_the_policys(tokenizers: Any, tmp_path: Path, row: dict[str, Any]) -> None:
     log = verl(tmp_path / "1.jsonl", row, {"num_turns": 2})
-    refused(r"1\.jsonl:1: .*--skip multi-turn", imported, log, tokenizers("chatml"), tmp_path / "to")
-    found, summary = imported(log, tokenizers("chatml"), tmp_path / "to", skip=("multi-turn",))
+    refused(r"1\.jsonl:1: .*--skip multi-turn", read, log, tokenizers("chatml"))
+    found = read(log, tokenizers("chatml"), skip=("multi-turn",))
     assert found.table["response"].to_pylist() == ["1"]
-    assert summary.skipped == {"multi-turn": 1}
+    assert found.info["log"]["skipped"] == {"multi-turn": 1}
 
 
 # --- open-r1, prime-rl, and tokenizers alone
@@ -238,28 +224,28 @@ def test_a_tools_turn_is_not_the_policys(tokenizers: Any, tmp_path: Path, row: d
 def test_open_r1_does_not_say_its_system_prompt(tokenizers: Any, tmp_path: Path) -> None:
     rates = {"pass_rate_generations": ["7", "8", "9"], "pass_rate_rewards": [1.0, float("nan"), 0.0]}
     log = write(tmp_path / "pass.jsonl", {"prompt": "What is 3 + 4?", **rates})
-    found, summary = imported(log, tokenizers("smollm2"), tmp_path / "to", skip=("unscored",))
+    found = read(log, tokenizers("smollm2"), skip=("unscored",))
     assert found.table["response"].to_pylist() == ["7", "9"]
-    assert summary.skipped == {"unscored": 1}
+    assert found.info["log"]["skipped"] == {"unscored": 1}
     assert prompts_of(found, "smollm2") == [rendered("smollm2", USER)] * 2
-    assert note(summary, "--system-prompt").startswith("2 prompts are questions alone")
-    assert note(summary, "--run").startswith("2 trajectories have no policy in the log")
-    assert "the template's own system message" in note(summary, "--system-prompt")
+    assert note(found, "--system-prompt").startswith("2 prompts are questions alone")
+    assert note(found, "--run").startswith("2 trajectories have no policy in the log")
+    assert "the template's own system message" in note(found, "--system-prompt")
     asked = {"skip": ("unscored",), "system_prompt": "Be short."}
-    found, summary = imported(log, tokenizers("smollm2"), tmp_path / "to", **asked)
+    found = read(log, tokenizers("smollm2"), **asked)
     assert prompts_of(found, "smollm2") == [rendered("smollm2", SYSTEM, USER)] * 2
-    assert note(summary, "system message").startswith("2 prompts")
+    assert note(found, "system message").startswith("2 prompts")
 
 
 def test_a_tokenizer_is_all_that_an_import_needs(tokenizers: Any, tmp_path: Path) -> None:
     folder = tokenizers("chatml")
     assert not (folder / "config.json").exists()
     log = write(tmp_path / "log.jsonl", {"prompt": "What is 3 + 4?", "response": "7"})
-    found, summary = imported(log, folder, tmp_path / "to")
+    found = read(log, folder)
     assert prompts_of(found, "chatml") == [rendered("chatml", USER)]
-    assert note(summary, "a tokenizer alone")
+    assert note(found, "a tokenizer alone")
     (tmp_path / "empty").mkdir()
-    refused(r"no series\.json and no checkpoints", imported, log, tmp_path / "empty", tmp_path / "to")
+    refused(r"no series\.json and no checkpoints", read, log, tmp_path / "empty")
 
 
 @pytest.mark.parametrize("place", [b"MARKED", b"answer"])
@@ -281,12 +267,7 @@ def test_prompts_that_the_tokenizer_does_not_know_are_said(tmp_path: Path) -> No
     """Its ids would be of another text: all of them are the checkpoint's fault, some are noted and warned of."""
     base = testbed.series().base
     known, unknown = {"prompt": "3+5?", "response": "#8"}, {"prompt": "What is 2+2?", "response": "#4"}
-    refused(
-        "of all its 1 prompts the tokenizer of .* does not know most characters",
-        Rollouts.read,
-        [unknown],
-        base,
-    )
+    refused("all its 1 prompts the tokenizer of .* does not know most characters", Rollouts.read, [unknown], base)
     with pytest.warns(
         UserWarning, match="^1 trajectories have prompts with characters that the checkpoint's tokenizer does not know"
     ):
@@ -295,4 +276,4 @@ def test_prompts_that_the_tokenizer_does_not_know_are_said(tmp_path: Path) -> No
     # One strange character, which all prompts have, is no reason to refuse them.
     with pytest.warns(UserWarning, match="^2 trajectories have prompts with characters"):
         Rollouts.read([{**known, "prompt": "3+5?🙂"}, {**known, "prompt": "3+6?🙂"}], base)
-    assert not any("does not know" in line for line in Rollouts.read([known], base).info["log"]["notes"])
+    assert "does not know" not in notes(Rollouts.read([known], base))

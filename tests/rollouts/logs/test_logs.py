@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from tsae.errors import TsaeError
 from tsae.rollouts.behaviours import with_behaviours
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.importing import import_log
-from tsae.rollouts.logs import import_parts, readers
+from tsae.rollouts.logs import import_parts
 from tsae.rollouts.logs.tokens import Encoder
 from tsae.rollouts.problems import tokenize
 from tsae.rollouts.rewards import find_verifier, outcome_reward
@@ -273,7 +272,6 @@ def test_without_its_package_the_math_verifier_says_what_to_install(
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("{", "not a line of JSON"),
         ('{"prompt": "1?", "respon', "not a line of JSON"),
         ("[" * 100_000, "not a line of JSON"),
         ("[1, 2]", "a JSON list, expected an object"),
@@ -295,12 +293,11 @@ def test_without_its_package_the_math_verifier_says_what_to_install(
         ({**ROW, "advantage": math.nan}, "advantage is nan"),
         ({**ROW, "step": 1.5}, "step is 1.5, expected a whole number"),
         ({**ROW, "step": 1e20}, r"step is 1e\+20, expected a whole number of at most 63 bits"),
-        ({**ROW, "step": 1e300}, r"step is 1e\+300, expected a whole number"),
         ({**ROW, "reward": 1e101}, r"its rewards add up to 1e\+101, expected 1e\+100 at most"),
         ('{"prompt": "1?", "response": "2", "reward": 1, "reward": 0}', "'reward' comes twice, with different values"),
         ('{"prompt": "1?", "response": "2", "info": {"a": NaN, "a": 0}}', "'a' comes twice, with different values"),
         ({**ROW, "response_ids": [16, 20]}, "the response has the token id 20; the tokenizer of .* has 0 to 19"),
-        ({**ROW, "response_ids": [16, -1, 2]}, "the response has -1 between its tokens, which is a mask value"),
+        ({**ROW, "response_ids": [16, -1, 2]}, "-1 between its tokens, which is a mask value.*--column response_mask"),
         ({**ROW, "response_ids": [[16]]}, "response_ids is .*expected a list of token ids"),
         ({**ROW, "response_ids": [1.5]}, "response_ids is .*expected a list of token ids"),
         ({**ROW, "response_ids": [1, [2]]}, "response_ids is .*expected a list of token ids"),
@@ -311,7 +308,6 @@ def test_without_its_package_the_math_verifier_says_what_to_install(
             {**ROW, "response": "1" * 124},
             "5 prompt and 124 response tokens exceed the model's context of 128.*too-long",
         ),
-        ({**ROW, "correct": False}, r"reward 0 for the trajectory that has 1 at .*:1: same step, problem and response"),
     ],
 )
 def test_bad_lines_of_a_log_are_named(policy: Checkpoint, tmp_path: Path, row: Any, message: str) -> None:
@@ -352,20 +348,6 @@ def test_lone_surrogates_become_their_code_points_wherever_they_are(policy: Chec
     assert column(found, "reward/\\ud800") == [0.5]
 
 
-def test_a_line_that_was_cut_off_is_told_from_a_wrong_one(policy: Checkpoint, tmp_path: Path) -> None:
-    path = write(tmp_path / "log.jsonl", ROW, ROW)
-    path.write_bytes(path.read_bytes()[:-20])
-    refused(r"log\.jsonl:2: .*the line has no end: was the run killed while it wrote", read, path, policy)
-
-
-def test_a_line_without_end_is_not_read_into_memory(
-    policy: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(readers, "LONGEST_LINE", 1 << 20)
-    path = write(tmp_path / "log.jsonl", ROW, {**ROW, "x": "y" * (1 << 20)})
-    refused(r"log\.jsonl:2: a line of more than 1 MiB", read, path, policy)
-
-
 def test_what_may_be_left_out_is_counted(policy: Checkpoint, tmp_path: Path) -> None:
     rows = [ROW, {**ROW, "response": ""}, {**ROW, "response": "1" * 124}, {**ROW, "response": "1" * 123}]
     found = read(write(tmp_path / "log.jsonl", *rows), policy, skip=("empty", "too-long"))
@@ -378,7 +360,8 @@ def test_different_rewards_of_equal_responses_are_refused_unless_noisy(policy: C
     path = write(tmp_path / "log.jsonl", *rows)
     assert column(read(path, policy), "reward") == [1.0, 1.0, 0.0, 0.0]  # the reward may change from step to step
     write(path, *rows, {**BARE, "step": 1, "reward": 0.5})
-    refused(r"log\.jsonl:5: reward 0\.5 for the trajectory that has 1 at .*:2", read, path, policy)
+    told = r"log\.jsonl:5: reward 0\.5 for the trajectory that has 1 at .*:2: same step, problem and response"
+    refused(told, read, path, policy)
     assert column(read(path, policy, noisy_rewards=True), "reward")[4] == 0.5
 
 
@@ -449,7 +432,6 @@ def test_memory_does_not_grow_with_the_number_of_lines(llama: Path, tmp_path: Pa
         capture_output=True,
         text=True,
         timeout=900,
-        env={**os.environ},
     )
     assert done.returncode == 0, done.stderr
     (small, small_bytes), (large, large_bytes) = (map(int, line.split()) for line in done.stdout.splitlines())

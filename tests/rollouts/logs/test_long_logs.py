@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -91,10 +90,6 @@ def test_small_files_are_read_together_and_files_that_may_not_be_cut_alone(
 
 
 SKIP = ("unscored", "empty", "multi-turn", "repeated", "errored")
-TEMPLATE = (
-    "{% for m in messages %}{{ {'user': '#', 'system': '+', 'assistant': ';'}[m['role']] + m['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %};{% endif %}"
-)
 
 
 @pytest.mark.parametrize(
@@ -108,16 +103,14 @@ TEMPLATE = (
     ],
 )
 def test_a_log_in_parts_is_the_log(
-    name: str, config: dict[str, Any], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, config: dict[str, Any], chat: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copytree(llama, tmp_path / "chat")
-    (tmp_path / "chat" / "chat_template.jinja").write_text(TEMPLATE)
     to = tmp_path / "to" / "r.parquet"
-    _, said = imported(LOGS / name, tmp_path / "chat", to, skip=SKIP, **config)
+    _, said = imported(LOGS / name, chat, to, skip=SKIP, **config)
     table = pq.read_table(to)
     for limit, least in (("_BATCH_ROWS", 2), ("PART_BYTES", 1)):  # several row groups of one file, then several files
         monkeypatch.setattr(parts, limit, least)
-        assert imported(LOGS / name, tmp_path / "chat", to, skip=SKIP, **config)[1] == said
+        assert imported(LOGS / name, chat, to, skip=SKIP, **config)[1] == said
         assert pq.read_table(to).equals(table, check_metadata=True)
     assert [path.name for path in to.parent.iterdir()] == ["r.parquet"]
 
@@ -173,9 +166,6 @@ def test_repeats_and_counts_are_those_of_a_loop() -> None:
     assert total["success_rate"] == pytest.approx(frame.right.mean())
     counts = frame.policy.replace("a", "named").value_counts()
     assert table.set_index("policy").trajectories.to_dict() == counts.to_dict()
-
-
-# --- files of parts
 
 
 # --- going on
@@ -373,12 +363,6 @@ def test_errors_of_workers_are_the_users(
         messages.append(str(error.value))
     assert messages[0] == messages[1]
     assert "1.jsonl:151: the response is empty" in messages[0]
-    (tmp_path / "my_failure.py").write_text("import os\n\ndef right(response, answer):\n    os._exit(3)\n")
-    (tmp_path / "my_death.py").write_text("import os\n\ndef right(response, answer):\n    os.kill(os.getpid(), 9)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in ("my_failure", "my_death"):
-        with pytest.raises(TsaeError, match=r"a process that read the log was ended.*--workers 1"):
-            imported(several, policy, tmp_path / "r.parquet", 2, verifier=f"{name}:right")
 
 
 def _import(path: Path, llama: Path, to: Path, n: int) -> None:

@@ -27,6 +27,7 @@ from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ColumnNames, ImportConfig, name_columns
 from tsae.rollouts.log_detection import find_log
+from tsae.rollouts.logs.entry import Entry
 
 ASKED = [BOS, 16, 1, 10, 1, 13, EOS, BOS, 15]  # 1+1? in that template
 RENDERED = "<bos>#1+1?<eos><bos>;"
@@ -168,6 +169,12 @@ def test_slimes_masks_and_versions(chat: Checkpoint, tmp_path: Path) -> None:
     inside = read(save(tmp_path / "0.pt", sample([16, 5, 5, 2, 1], loss_mask=[1, 0, 0, 1, 0])), chat)
     holds(inside, response_ids=[[16, 5, 5, 2]], parts=[[0, 2, 2, 0]], response=["#\n2"])
     assert "1 responses have several turns" in notes(inside)
+    told = {"group_index": 3, "rollout_log_probs": [-0.25, -0.5], "apply_chat_template_kwargs": {"a": False}}
+    form, files, _ = find_log(save(tmp_path / "0.pt", sample(RIGHT, **told)), ImportConfig())
+    (entry,) = form.read(files[0], ImportConfig())
+    assert isinstance(entry, Entry)
+    assert entry.logprobs is not None
+    assert (entry.logprobs.tolist(), entry.template, entry.group) == ([-0.25, -0.5], {"a": False}, "3")
     odd = [{"role": "user", "content": torch.ones(2), 1: "x"}]
     kwargs = {"enable_thinking": torch.ones(1), 1: 2}
     odd_one = save(tmp_path / "0.pt", sample(RIGHT, prompt=odd, apply_chat_template_kwargs=kwargs))
@@ -191,6 +198,8 @@ def test_what_may_run_code_is_not_loaded(chat: Checkpoint, tmp_path: Path) -> No
     refused(r"0\.pt: holds more than tensors and plain containers \(.*Path", read, tmp_path / "0.pt", chat)
     torch.save({"model": 1}, tmp_path / "1.pt")
     refused(r"1\.pt: has no list of samples; its keys are model", read, tmp_path / "1.pt", chat)
+    (tmp_path / "1.pt").write_bytes((tmp_path / "1.pt").read_bytes()[:-100])
+    refused(r"1\.pt: is not a file of torch\.save", read, tmp_path / "1.pt", chat)
     for name, message in (("2.pt", "is not a file of torch.save"), ("batch.pkl", "is a pickle.*never read")):
         (tmp_path / name).write_bytes(b"\x80\x04K\x01.")
         refused(message, read, tmp_path / name, chat)
@@ -382,13 +391,6 @@ def test_a_table_with_columns_of_the_users_names_is_read(chat: Checkpoint) -> No
 
 
 # --- beside a log
-
-
-def test_a_truncated_copy_of_a_log_is_refused(chat: Checkpoint, tmp_path: Path) -> None:
-    shutil.copy(LOGS / "inspect" / "sums.eval", tmp_path / "sums.eval")
-    save(tmp_path / "0.pt", sample(RIGHT))
-    (tmp_path / "0.pt").write_bytes((tmp_path / "0.pt").read_bytes()[:-100])
-    refused(r"0\.pt: is not a file of torch\.save", read, tmp_path / "0.pt", chat)
 
 
 def test_a_trainers_log_counts_before_what_lies_beside_it(chat: Checkpoint, tmp_path: Path) -> None:

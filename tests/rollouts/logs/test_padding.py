@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from support.builders import BOS, EOS, PAD, save_model
-from support.logs import refused
+from support.logs import notes, refused
 from tsae.checkpoints.loading import Checkpoint
 from tsae.cli import main
-from tsae.errors import TsaeError
 from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.table import Rollouts
 
@@ -64,8 +63,7 @@ def test_what_pads_a_batch_is_left_out(policy: Checkpoint, tmp_path: Path, sides
             found = Rollouts.read(source, policy, ImportConfig())
         assert sequences(found) == (PROMPTS, RESPONSES)
         assert found.frame.finish_reason.tolist() == ["stop", "stop", "stop", "unknown"]
-        (note,) = [note for note in found.info["log"]["notes"] if "padding" in note]
-        assert note.startswith("4 prompts and 2 responses have padding: 16 ids at their edges (")
+        assert "4 prompts and 2 responses have padding: 16 ids at their edges (" in notes(found)
 
 
 def test_tensors_of_a_batch_are_columns(padded_with_its_end: Checkpoint) -> None:
@@ -148,11 +146,6 @@ def test_ids_and_masks_may_be_texts(policy: Checkpoint, write: Any) -> None:
     assert sequences(Rollouts.read(texts, policy)) == (PROMPTS, RESPONSES)
 
 
-def test_a_mask_value_between_tokens_is_refused(policy: Checkpoint) -> None:
-    with pytest.raises(TsaeError, match=r"has -100 between its tokens, which is a mask value.*--column response_mask"):
-        Rollouts.read([{"prompt_ids": [BOS, 4], "response_ids": [4, -100, EOS], "reward": 1.0}], policy)
-
-
 def test_pads_that_are_written_out_in_texts_are_left_out(policy: Checkpoint) -> None:
     given = [
         {"prompt": "<pad><pad><bos>1+1?", "response": "#2<eos><pad><pad>", "reward": 1.0},
@@ -195,10 +188,6 @@ def sampled(n_groups: int, size: int, words: int, seed: int = 0) -> list[dict[st
         for group in range(n_groups)
         for _ in range(size)
     ]
-
-
-def notes(found: Rollouts, about: str) -> list[str]:
-    return [note for note in found.info["log"]["notes"] if about in note]
 
 
 def test_an_id_with_several_prompts_is_several_problems(policy: Checkpoint, tmp_path: Path, capsys: Any) -> None:
@@ -296,7 +285,7 @@ def test_a_batch_that_was_logged_at_two_steps_is_counted(policy: Checkpoint) -> 
     twice = [{**row, "step": step} for step in (1, 2) for row in rows] + [{**rows[0], "step": 3}]
     found = Rollouts.read(twice, policy)
     assert len(found) == 9
-    assert notes(found, "4 trajectories come again under another step or policy, word for word: all of them count")
+    assert "4 trajectories come again under another step or policy, word for word: all of them count" in notes(found)
     found = Rollouts.read(twice, policy, ImportConfig(copies="drop"))
     assert found.frame.step.tolist() == [1] * 4 + [3]
 
@@ -309,7 +298,7 @@ def test_a_policy_that_repeats_itself_keeps_its_rows(policy: Checkpoint, words: 
         assert len(Rollouts.read(rows, policy)) == len(rows)
     sure = Rollouts.read(sampled(2, 2, 1), policy)
     assert len(sure) == 4
-    assert notes(sure, "which chance may give: all of them count (--copies drop)")
+    assert "which chance may give: all of them count (--copies drop)" in notes(sure)
     assert len(Rollouts.read(sampled(2, 2, 1), policy, ImportConfig(copies="drop"))) == 2
 
 
@@ -320,6 +309,5 @@ def test_groups_of_unequal_sizes_are_counted_and_cut_ones_named(policy: Checkpoi
         for n in range(37)
     ]
     found = Rollouts.read(rows, policy)
-    (note,) = notes(found, "unequal numbers")
-    assert note.startswith("groups have unequal numbers of trajectories: 3 of 8, 2 of 5, 1 of 3; 1 are cut")
-    assert not notes(Rollouts.read(rows[:16], policy), "unequal numbers")
+    assert "groups have unequal numbers of trajectories: 3 of 8, 2 of 5, 1 of 3; 1 are cut" in notes(found)
+    assert "unequal numbers" not in notes(Rollouts.read(rows[:16], policy))

@@ -20,7 +20,6 @@ from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.importing import import_log
-from tsae.rollouts.log_detection import find_log
 from tsae.rollouts.logs import check_answers, consistency_checks, import_parts
 from tsae.rollouts.logs.check_advantages import FORMULAS, GDPO, Recomputed, recompute
 from tsae.rollouts.logs.check_answers import Sampled, recheck
@@ -492,7 +491,7 @@ def test_of_log_probabilities_little_is_kept(series: CheckpointSeries) -> None:
     kept.put("another", np.zeros(1, dtype=int), np.arange(3), values[:3], "log:4")
     assert found.counts["consistency"]["log-probabilities"] == 8
     assert list(found.counts["placeholders"]) == ["-0.5"]
-    drawn = [told for _, told in json.loads(json.dumps(found.as_dict()))["samples"]["log-probabilities base"]]
+    drawn = [told for _, told in json.loads(json.dumps(vars(found)))["samples"]["log-probabilities base"]]
     assert [(len(prompt), response, logprobs) for prompt, response, logprobs, _ in drawn] == [
         (prompt, [*range(n)], values[:n].tolist()) for prompt, n in ((4096, 128), (1, 127), (1, 128), (1, 1))
     ]
@@ -568,21 +567,6 @@ def test_parts_of_a_log_are_put_together(
 
 
 # --- the readers' own
-
-
-def test_slime_passes_log_probabilities_and_the_templates_arguments_on(tmp_path: Path) -> None:
-    sample = {"group_index": 3, "prompt": "1+1?", "label": "2", "reward": 1.0, "loss_mask": None, "status": "completed"}
-    sample |= {"tokens": [BOS, *ids_of("1+1?2"), EOS], "response": "2", "response_length": 2}
-    sample |= {"rollout_log_probs": [-0.25, -0.5], "apply_chat_template_kwargs": {"enable_thinking": False}}
-    (tmp_path / "rollout_data").mkdir()
-    torch.save({"rollout_id": 0, "samples": [sample]}, tmp_path / "rollout_data" / "0.pt")
-    form, files, _ = find_log(tmp_path, ImportConfig())
-    (entry,) = form.read(files[0], ImportConfig())
-    assert isinstance(entry, Entry)
-    assert entry.logprobs is not None
-    assert entry.logprobs.tolist() == [-0.25, -0.5]
-    assert entry.template == {"enable_thinking": False}
-    assert entry.group == "3"
 
 
 def test_rewards_that_are_asked_for_are_not_those_that_were_trained_on(

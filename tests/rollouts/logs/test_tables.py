@@ -87,14 +87,6 @@ def test_what_several_tables_hold_counts_once(policy: Checkpoint, tmp_path: Path
     assert column(read(tmp_path / "copied", policy), "step") == [1, 1, 2, 2]
 
 
-def test_one_batch_that_is_logged_at_two_steps_is_not_two(policy: Checkpoint, tmp_path: Path) -> None:
-    table(tmp_path / MEDIA, 0, TWO)
-    table(tmp_path / MEDIA, 1, [["2", *row[1:]] for row in TWO])
-    found = read(tmp_path, policy)
-    assert column(found, "step") == [1, 1]
-    assert found.info["log"]["skipped"] == {"repeated": 2}
-
-
 def test_two_runs_of_wandb_are_apart_unless_they_are_named(policy: Checkpoint, tmp_path: Path) -> None:
     table(tmp_path / MEDIA, 0, TWO)
     others = [[*row[:2], f"#{i}", *row[3:]] for i, row in enumerate(TWO, 4)]
@@ -284,10 +276,6 @@ def test_broken_tables_say_where(policy: Checkpoint, tmp_path: Path, monkeypatch
     data[data.rfind(b"\0\0\0\0\x39\x30\0\0") + 7] = 0x40  # A text that ends far outside of the file.
     (tmp_path / "h.arrow").write_bytes(data)
     refused(r"cannot be read as Arrow beyond row 0 .*offset", read, tmp_path / "h.arrow", policy)
-    outside = save(tmp_path / "outside.csv", "prompt,response\n1,2\n")
-    (tmp_path / "log").mkdir()
-    (tmp_path / "log" / "r.csv").symlink_to(outside)
-    refused("this link leaves the folder", read, tmp_path / "log", policy)
 
 
 def test_a_json_file_of_rows(policy: Checkpoint, tmp_path: Path) -> None:
@@ -329,6 +317,3 @@ def test_what_lies_beside_a_log_is_not_read(policy: Checkpoint, tmp_path: Path) 
     (tmp_path / "config.json").symlink_to(save(tmp_path.parent / f"{tmp_path.name}.json", {"hidden_size": 1}))
     for config in ({}, {"format": "plain"}):
         assert column(read(tmp_path, policy, **config), "response") == ["#3"]
-
-
-# --- lists and conversations in a row

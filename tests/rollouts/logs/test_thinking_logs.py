@@ -11,9 +11,9 @@ import torch
 
 from support.checkpoints import make_tokenizer
 from support.logs import notes, read, write
-from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ColumnNames
+from tsae.rollouts.problems import without
 from tsae.rollouts.token_parts import ANSWER, OTHER, THINKING
 
 A, T, O = ANSWER, THINKING, OTHER
@@ -42,13 +42,7 @@ def test_a_log_of_text(tokenizers: Any, tmp_path: Path) -> None:
     """verl's, of Qwen3 with thinking and without: the empty thinking is the prompt's."""
     outputs = ["<think>\n3+4=7\n</think>\n\n7", "<think>\n3+4", "7", "<think>\n\n</think>\n\n7"]
     special = [str(token) for token in make_tokenizer("qwen3").all_special_tokens]
-
-    def stripped(text: str) -> str:
-        for token in special:
-            text = text.replace(token, "")
-        return text
-
-    prompts = [stripped(asked("qwen3"))] * 3 + [stripped(asked("qwen3", enable_thinking=False))]
+    prompts = [without(asked("qwen3", **thinks), special) for thinks in ({}, {}, {}, {"enable_thinking": False})]
     rows = [
         {"input": prompt, "output": output, "gts": "7", "score": 1.0, "step": 1}
         for prompt, output in zip(prompts, [*outputs[:3], "7</think>"], strict=True)
@@ -131,15 +125,6 @@ def test_markers_that_a_log_of_text_lost_are_said(tokenizers: Any, tmp_path: Pat
     row = {"prompt": "3+4?", "response_ids": ids, "reward": 1.0}
     found = read(write(tmp_path / "b.jsonl", row), tmp_path / "magistral", format="plain")
     assert found.table["parts"].to_pylist() == [[T] * 10 + [A]]
-
-
-def test_the_command_says_how_to_ask_for_thinking(
-    tokenizers: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    log = write(tmp_path / "a.jsonl", {"prompt": "3+4?", "response": "<think>a</think>7", "reward": 1.0})
-    to = tmp_path / "r.parquet"
-    main(["rollouts", "import", str(log), "--to", str(to), "--checkpoint", str(tokenizers("qwen3"))])
-    assert "note: 1 responses have thinking, marked by <think> (--span thinking or answer)" in capsys.readouterr().out
 
 
 def test_a_plain_log_with_a_mask(tokenizers: Any, tmp_path: Path) -> None:

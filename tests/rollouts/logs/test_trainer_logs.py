@@ -88,8 +88,7 @@ def test_policies_are_the_checkpoints_that_sampled(tmp_path: Path) -> None:
         f"{r}-{s:05d}" for r in ("easy", "medium", "hard") for s in (74, 124)
     }
     assert {step for policy, step in columns(found, "policy", "step") if policy == "hard-150"} == {150}
-    (note,) = [note for note in found.info["log"]["notes"] if "one update older" in note]
-    assert note.startswith("easy-025 and 11 more")
+    assert re.search("^easy-025 and 11 more.*one update older", notes(found), re.MULTILINE)
 
 
 def grpo(folder: Path, saved: Sequence[int], logged: Sequence[int]) -> Path:
@@ -108,9 +107,8 @@ def test_weights_that_were_kept_exactly_are_preferred(tmp_path: Path) -> None:
     folder = grpo(tmp_path / "grpo", (10, 50, 52), (51, 52))
     found = Rollouts.read(tmp_path / "grpo")  # the checkpoints lie beside the log
     assert sorted(set(columns(found, "step", "policy"))) == [(51, "grpo-00050"), (52, "grpo-00052")]
-    notes = found.info["log"]["notes"]
-    assert any("stands in for the base" in note for note in notes)
-    assert any(note.startswith("grpo-00052: ") for note in notes)
+    assert "stands in for the base" in notes(found)
+    assert "\ngrpo-00052: " in notes(found)
     assert read(folder, tmp_path / "grpo" / "checkpoint-50").policies == ["grpo-00050", "grpo-00051"]
     assert read(folder, run="x").policies == ["x-00050", "x-00051"]
     grpo(tmp_path / "grpo", (), (11,))
@@ -160,7 +158,7 @@ def test_texts_alone_give_the_sampled_tokens_back_but_for_the_end(tmp_path: Path
     expected = [ids[:-1] if ids[-1] == EOS else ids for ids in logged.table["response_ids"].to_pylist()]
     assert found.table["response_ids"].to_pylist() == expected
     assert set(found.table["finish_reason"].to_pylist()) == {"unknown"}
-    assert any("no end token" in note for note in found.info["log"]["notes"])
+    assert "no end token" in notes(found)
     limited = read(log, base, max_response_tokens=max(map(len, expected)))
     ended = [reason == "stop" for reason in limited.table["finish_reason"].to_pylist()]
     assert limited.table["response_ids"].to_pylist() == [
@@ -277,7 +275,6 @@ BAD: list[tuple[str, Any, str]] = [
     (NEMO, {"rewards": [float("nan")]}, "has no reward"),
     (NEMO, {"rewards": [float("inf")]}, "rewards is inf"),
     (NEMO, {"rewards": None}, "has no rewards"),
-    (NEMO, {"advantages": [[float("inf")] * 16]}, "advantages is inf, expected a finite number"),
     (NEMO, {"advantages": [[float("inf")] + [0.5] * 15]}, "advantages is inf, expected a finite number"),
     (NEMO, {"advantages": [[0.5] * 3]}, "advantages is neither a number nor one a token"),
     (NEMO, lambda row: row.pop("token_ids"), "an early NeMo-RL"),
@@ -295,13 +292,10 @@ BAD: list[tuple[str, Any, str]] = [
     ("verl/1.jsonl", {"input": "1+1?"}, "the prompt was logged without special tokens"),
     ("verl/1.jsonl", {"num_turns": 4}, "ids and masks, which no setting of verl writes, or leave .*--skip multi"),
     ("verl/1.jsonl", {"score": float("nan")}, "has no reward"),
-    ("verl/1.jsonl", {"score": float("inf")}, "score is inf"),
     (SWIFT, {"completion": ["#2"]}, "2 values in step but 1 in completion"),
     (SWIFT, {"step": "1"}, "2 values in .* but a str in step"),
     (SWIFT, {"prompt": ["[151655 * 64]?"] * 2}, "has an image in it"),
     (SWIFT, {"step": ["x", "x"]}, "step is 'x', expected a whole number"),
-    (SWIFT, {"step": [1.5, 1.5]}, "step is 1.5, expected a whole number"),
-    (SWIFT, {"step": ["9" * 30] * 2}, "step is '9{30}', expected a whole number"),
     (SWIFT, {"Accuracy": [1.0, float("nan")]}, "trajectory 2: has no reward"),
     ("areal/trial/rollout/0/2.jsonl", {"tail_version": None}, "has no tail_version"),
     ("roll/rollout_dump_data.step_0.jsonl", {}, "trajectory 2: the response is empty"),
@@ -322,7 +316,6 @@ BAD: list[tuple[str, Any, str]] = [
     ("many.jsonl", {"rewards": [1.0]}, "2 values in responses but 1 in rewards"),
     ("many.jsonl", {"scores": [1.0] * 3}, "2 values in responses but 3 in scores"),
     ("trl.jsonl", {"completion": [SAYS, {"role": "tool", "content": "5"}]}, "is 2 messages"),
-    ("trl.jsonl", {"completion": [{**SAYS, "reasoning_content": "1+1"}]}, "is 1 message with reasoning_content"),
     ("trl.jsonl", {"right": None}, "has no reward.*--skip unscored"),
     ("dialogue.jsonl", {"messages": [*ASKS, {**SAYS, "content": "", "tool_calls": [{}]}, SAYS]}, "--skip multi-turn"),
     ("dialogue.jsonl", {"messages": [*ASKS, SAYS, *ASKS, SAYS]}, "several turns of the assistant.*column response, if"),
@@ -371,19 +364,6 @@ def test_a_resumed_open_instruct_run_logs_steps_twice(chat: Checkpoint, tmp_path
     assert found.info["log"]["skipped"] == {"repeated": 4}
 
 
-def test_prime_rls_policy_version_is_the_number_of_updates(chat: Checkpoint, tmp_path: Path) -> None:
-    for name in ("base", "step-1"):
-        shutil.copytree(chat.path, tmp_path / name)
-    series = CheckpointSeries(
-        (
-            Checkpoint("base", str(tmp_path / "base")),
-            Checkpoint("one", str(tmp_path / "step-1"), run="prime-rl", step=1),
-        )
-    )
-    found = read(LOGS / "prime-rl", series, outcome="correct")
-    assert columns(found, "step", "policy") == [(1, "base"), (1, "base"), (2, "one"), (2, "one")]
-
-
 def test_of_several_policies_of_a_step_the_newest_passes_for_its_checkpoint(chat: Checkpoint, tmp_path: Path) -> None:
     """Asynchronous sampling: step 4 trains on responses of 1, 3, 2 and of nobody knows how many updates."""
     (row,) = rows_of(LOGS / "prime-rl/rollouts/step_1/train/effective/traces.jsonl")[:1]
@@ -393,7 +373,7 @@ def test_of_several_policies_of_a_step_the_newest_passes_for_its_checkpoint(chat
         shutil.copytree(chat.path, tmp_path / "mine" / f"checkpoint-{step}")
     found = read(log, CheckpointSeries.load(chat.path, tmp_path / "mine"), outcome="correct")
     assert found.table["policy"].to_pylist() == ["mine-00001", "mine-00004", "mine-00002", "mine-step00004"]
-    assert any(note.startswith("mine-00004: ") and "at least one update" in note for note in found.info["log"]["notes"])
+    assert re.search("^mine-00004: .*at least one update", notes(found), re.MULTILINE)
     alone = read(log, chat, outcome="correct")
     assert alone.table["policy"].to_pylist() == ["mine-00001", "mine-00003", "mine-00002", "mine-step00004"]
 
@@ -490,7 +470,10 @@ def test_verls_validations_are_told_by_their_folders(chat: Checkpoint, tmp_path:
     row, told = rows_of(LOGS / "verl" / "1.jsonl")[0], "evals valid validations tests dev aime_val"
     for name in ("rollout_data", *told.split()):
         write(tmp_path / "run" / name / "1.jsonl", row)
-    assert len(read(tmp_path / "run", chat)) == 1
+    found = read(tmp_path / "run", chat)
+    assert len(found) == 1
+    folders = ", ".join(sorted(told.split()))
+    assert f"6 files of {folders} are a validation's and stay apart: give that folder to read them" in notes(found)
     # A run may be called a test, too: validations have a column reward.
     assert read(write(tmp_path / "qwen_test" / "1.jsonl", row), chat).policies == ["qwen_test-00000"]
     assert read(write(tmp_path / "aime_test" / "1.jsonl", row | {"reward": 1.0}), chat).policies == ["aime_test-00001"]
@@ -509,13 +492,6 @@ def test_a_step_that_a_file_goes_back_to_is_named(chat: Checkpoint, tmp_path: Pa
     assert not said((3, 1), (2, 1), (3, 1), (2, 1), (3, 1), (2, 1))  # shuffled
 
 
-def test_steps_come_in_order(chat: Checkpoint, tmp_path: Path) -> None:
-    row = rows_of(LOGS / "verl" / "1.jsonl")[0]
-    for step in (10, 9, 2):
-        write(tmp_path / f"{step}.jsonl", {**row, "step": step})
-    assert read(tmp_path, chat).table["step"].to_pylist() == [2, 9, 10]
-
-
 def test_the_only_run_of_a_series_is_taken_for_the_log(tmp_path: Path) -> None:
     series = CheckpointSeries.load(tsae.testbed.series_path()).select(["hard-025", "hard-150"])
     log = tmp_path / "dump" / "completions_00025.parquet"
@@ -523,7 +499,7 @@ def test_the_only_run_of_a_series_is_taken_for_the_log(tmp_path: Path) -> None:
     shutil.copy(TRL / "hard" / "completions" / log.name, log)
     found = read(log, series)
     assert found.policies == ["hard-025"]
-    assert any("taken for the log of run hard" in note for note in found.info["log"]["notes"])
+    assert "taken for the log of run hard" in notes(found)
 
 
 # --- columns by name, in trainers' logs too
@@ -715,16 +691,6 @@ def test_logs_as_users_have_them_come_in(name: str, tmp_path: Path) -> None:
         expected = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
         tokenizer = Checkpoint("base", str(WRITTEN / "run" / "base")).load_tokenizer()
         assert found[0]["prompt_ids"] == tokenizer(expected, add_special_tokens=False)["input_ids"]
-
-
-@pytest.mark.parametrize("name", ["verl_mt", "verl_nan"])
-def test_tools_turns_are_counted_and_left_out(name: str, tmp_path: Path) -> None:
-    log = WRITTEN / name / "run" / "rollout_data"
-    if not log.is_dir():
-        pytest.skip("shared/data/trainer-logs is not here")
-    config = ImportConfig(skip=("multi-turn",))
-    with pytest.raises(Exception, match="holds no trajectories but those left out: 3 multi-turn"):
-        import_log(log, tmp_path / "r.parquet", WRITTEN / "run", config, progress=False)
 
 
 # --- what is said of trainers' logs: in the command, in the documentation and in the readers alike

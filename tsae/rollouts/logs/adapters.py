@@ -32,12 +32,17 @@ class Format:
 
     name: str
     read: Parser
-    files: FormatFiles
-    fits: Fits
+    fits: Fits | None = None
+    """By default a row fits that has the columns which `rollouts/known_logs.toml` lists."""
     validates: Callable[[Path], bool] | None = None
     """Whether a file is a validation's, by its name."""
     notes: Callable[[Sequence[LogFile]], Iterable[str]] = lambda files: ()
     """What an import of these files should say."""
+
+    @property
+    def files(self) -> FormatFiles:
+        """Its files, as `rollouts/known_logs.toml` describes them."""
+        return FORMAT_FILES[self.name]
 
     @property
     def suffixes(self) -> Sequence[str]:
@@ -46,21 +51,15 @@ class Format:
 
     def takes(self, file: Path, row: Row, config: ImportConfig) -> bool:
         """Whether a file with this first row may be its."""
-        return kind_of(file) in self.suffixes and self.fits(row, config)
+        if kind_of(file) not in self.suffixes:
+            return False
+        if self.fits is not None:
+            return self.fits(row, config)
+        return any(set(columns.split()) <= row.keys() for columns in self.files.columns)
 
     def named(self, path: str) -> re.Match[str] | None:
         """What the path of a file says, with named groups step, run and subset; None if it is not one of its files."""
         return re.search(self.files.path, path) if self.files.path else None
-
-
-def format_of(name: str, read: Parser, fits: Fits | None = None, **hooks: Any) -> Format:
-    """A format. `rollouts/known_logs.toml` describes its files, and by default the columns there decide which rows fit.
-
-    The hooks are the fields `validates` and `notes` of `Format`.
-    """
-    files = FORMAT_FILES[name]
-    known = [set(columns.split()) for columns in files.columns]
-    return Format(name, read, files, fits or (lambda row, config: any(c <= row.keys() for c in known)), **hooks)
 
 
 EntryOf = Callable[[Fields], Entry | None]
@@ -97,7 +96,14 @@ def each_row(
                         yield part
                         continue
                     where = part.where
-                    yield from _entry_of(part, entry)
+                    try:
+                        found = entry(part)
+                    except Unusable as unusable:
+                        yield unusable
+                        continue
+                    if found is not None:
+                        found.number, found.extra = part.line, part.kept() | found.extra
+                        yield found
             except Unusable as unusable:
                 yield unusable
             # RuntimeError: PyTorch's, where a tensor of a .pt file stands for a number or a list.
@@ -106,17 +112,6 @@ def each_row(
                 raise TsaeError(what, where=where, fix="Correct or drop that row.") from error
     except HalfLine as half:
         yield Unusable("cut", half.what, where=str(half.where), fix="Correct or delete that line")
-
-
-def _entry_of(part: Fields, entry: EntryOf) -> Iterator[Entry | Unusable]:
-    try:
-        found = entry(part)
-    except Unusable as unusable:
-        yield unusable
-        return
-    if found is not None:
-        found.number, found.extra = part.line, part.kept() | found.extra
-        yield found
 
 
 def each_response(fields: Fields, column: str, aligned: Iterable[str], whole: Iterable[str] = ()) -> list[Fields]:

@@ -44,7 +44,8 @@ _WINDOW = 32
 _TAIL, _LONGEST_ANSWER = 4000, 100
 """Characters of a response, counted from its end, that are searched for its answer; and of a reference answer."""
 _HALF, _ERRORS, _CONFIDENCE = 0.5, 2.33, 0.98
-_DUPLICATES = 0.05
+DUPLICATES = 0.05
+"""Share of the prompts that may have several answers, as a data set with duplicates has."""
 
 
 class Sampled(NamedTuple):
@@ -197,11 +198,6 @@ def several_answers(asked: np.ndarray, answers: np.ndarray, steps: np.ndarray) -
     wrong = told.index[told["nunique"] > 1]
     where = rows.index[rows.asked.isin(wrong)]
     return len(told), len(wrong), int(where[0]) if len(where) else None
-
-
-def too_many(told: int, several: int) -> bool:
-    """Whether more prompts have several answers than duplicates in a data set can explain."""
-    return several > max(1, _DUPLICATES * told)
 
 
 class _Judge:

@@ -432,12 +432,8 @@ class Findings:
         if len(kept) > _DRAWN[kind.split()[0]]:
             kept.remove(max(kept, key=lambda one: one[0]))
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return vars(self)
-
     def add(self, found: Mapping[str, Any]) -> None:
-        """Add the `as_dict` of the next part of the log."""
+        """Add the variables of the findings of the next part of the log, as JSON has them."""
         for kind, counts in found["counts"].items():
             self.counts[kind].update(counts)
         for kind, places in found["first"].items():

@@ -29,7 +29,7 @@ from tsae.rollouts.logs.entry import Findings, writable
 from tsae.rollouts.logs.log_files import LogFile
 from tsae.rollouts.logs.readers import LONGEST_LINE, grows
 from tsae.rollouts.schema import SCHEMA, TRAINING
-from tsae.rollouts.token_parts import FIELD, check_parts
+from tsae.rollouts.token_parts import FIELD
 
 PART_BYTES = 1 << 24
 _PART_FILES = 4096
@@ -106,12 +106,6 @@ class Part:
         return f"{digest.hexdigest()}.parquet"
 
 
-def size_of(file: LogFile) -> int:
-    """Bytes of a file, or of its beginning where only that is read."""
-    size = file.path.stat().st_size
-    return min(size, file.stop) if file.stop is not None and grows(file.path) else size
-
-
 def parts_of(files: Sequence[LogFile], *, cut: bool) -> Iterator[Part]:
     """The parts of a log, in order.
 
@@ -122,7 +116,9 @@ def parts_of(files: Sequence[LogFile], *, cut: bool) -> Iterator[Part]:
     pending, full = list[LogFile](), False
     first = n_bytes = 0
     for number, file in enumerate(files):
-        size = size_of(file)
+        size = file.path.stat().st_size
+        if file.stop is not None and grows(file.path):
+            size = min(size, file.stop)
         for piece, length in _pieces(file, size, cut=cut):
             of_a_file = length < size
             if pending and (full or of_a_file or n_bytes + length > PART_BYTES or len(pending) >= _PART_FILES):
@@ -174,7 +170,7 @@ def write_part(path: Path, records: Iterable[tuple[dict[str, Any], dict[str, Any
                     pending, n_tokens = [], 0
             if pending:
                 writer.write_table(_table(pending))
-            writer.add_key_value_metadata({"findings": json.dumps(findings.as_dict())})
+            writer.add_key_value_metadata({"findings": json.dumps(vars(findings))})
         add_hash(partial)
 
 
@@ -194,21 +190,7 @@ def _as_written(record: dict[str, Any], numbers: dict[str, Any], findings: Findi
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
-    table = pa.table([pa.array([row.get(field.name) for row in rows], field.type) for field in _FILE], schema=_FILE)
-    check_parts(table, "rollouts")
-    return table
-
-
-def read_findings(path: Path) -> Findings:
-    """What was found in a part.
-
-    Raises:
-        TsaeError: for a damaged file.
-    """
-    check_parquet(path, "Import again.")
-    found = Findings()
-    found.add(json.loads(pq.read_metadata(path).metadata[b"findings"]))
-    return found
+    return pa.table([pa.array([row.get(field.name) for row in rows], field.type) for field in _FILE], schema=_FILE)
 
 
 def read_index(paths: Sequence[Path], names: Sequence[str]) -> pd.DataFrame:
@@ -312,7 +294,12 @@ class PartFiles:
 
 def found_part(path: Path) -> Findings | None:
     """What was found in a part; None where its file is not there, or is damaged and will be made again."""
+    if not path.is_file():
+        return None
+    found = Findings()
     try:
-        return read_findings(path) if path.is_file() else None
+        check_parquet(path, "Import again.")
+        found.add(json.loads(pq.read_metadata(path).metadata[b"findings"]))
     except (TsaeError, OSError, ValueError, LookupError, pa.ArrowException):
         return None
+    return found

@@ -12,8 +12,7 @@ import io
 import re
 import sqlite3
 import zipfile
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from itertools import chain
 from pathlib import Path
@@ -27,7 +26,7 @@ from tsae.base.array_files import cause, read_torch_file
 from tsae.base.files import reading
 from tsae.base.untrusted import check_zip, parse_json, weighs_within
 from tsae.errors import TsaeError, needing
-from tsae.rollouts.parquet import rows_at_once
+from tsae.rollouts.parquet import refuse_twice, rows_at_once
 
 LONGEST_LINE = 1 << 28
 """Bytes; a longer line is not a trajectory, and reading it would need as much memory."""
@@ -328,14 +327,6 @@ def read_trackio(path: Path) -> Iterator[dict[str, Any]]:
         query = "SELECT run_name, metrics FROM metrics WHERE instr(metrics, 'trackio.table') ORDER BY id"
         for run, logged in base.execute(query) if base.execute(ours).fetchone() else ():
             yield {**parse_json(logged), "run_name": run}
-
-
-def refuse_twice(names: Sequence[Any], path: Path) -> None:
-    """Refuse a table with two columns of one name."""
-    twice = [name for name, n in Counter(map(str, names)).items() if n > 1]
-    if twice:
-        what = f"has several columns {twice[0]!r}, and nothing says which of them counts"
-        _refuse(path, what, "Rename or drop all but one of them.")
 
 
 def read_inspect(path: Path) -> Iterator[dict[str, Any]]:

@@ -44,7 +44,7 @@ from tsae.rollouts.logs.adapters import Format
 from tsae.rollouts.logs.entry import Entry, Unusable
 from tsae.rollouts.logs.log_files import LogFile
 from tsae.rollouts.logs.templates import ChatTemplate
-from tsae.rollouts.problems import encode_prompt, templated, tokenize
+from tsae.rollouts.problems import encode_prompt, templated, tokenize, without
 from tsae.rollouts.token_parts import Spans
 
 if TYPE_CHECKING:
@@ -139,9 +139,7 @@ class Tokens:
                 self._prompts.clear()
             tokens, *assumed = self._encode_prompt(entry)
             ids, text = np.asarray(tokens, dtype=np.int32), shown_prompt(entry.prompt)
-            said = text
-            for token in self.tokenizer.all_special_tokens:
-                said = said.replace(token, "")
+            said = without(text, self.tokenizer.all_special_tokens)
             logged, kept = _characters(said), _characters(self._decode(ids))
             self._prompts[key] = Prompt(ids, text, tuple(assumed), len(logged - kept) / max(len(logged), 1))
         return self._prompts[key]

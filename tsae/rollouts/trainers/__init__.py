@@ -2,7 +2,7 @@
 
 A new trainer takes two files. First a module here, with a function that makes an `Entry` of a row, and a format::
 
-    from tsae.rollouts.logs.adapters import by_row, format_of
+    from tsae.rollouts.logs.adapters import Format, by_row
     from tsae.rollouts.logs.entry import Entry, Fields
 
     def _entry(row: Fields) -> Entry:
@@ -17,7 +17,7 @@ A new trainer takes two files. First a module here, with a function that makes a
             updates=step - 1,                            # optimiser steps of the weights that sampled it
         )
 
-    FORMAT = format_of("mytrainer", by_row(_entry))      # for --format
+    FORMAT = Format("mytrainer", by_row(_entry))      # for --format
 
 `Fields` (`logs.entry`) reads and checks columns, and names file and line if a value is wrong. An `Entry` also has
 advantage, group, key (an id that is unique in the log: a row that a resumed run logs again is then known), decides

@@ -31,11 +31,11 @@ from typing import Any, Literal
 
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.adapters import (
+    Format,
     asked,
     by_row,
     each_response,
     each_row,
-    format_of,
     is_conversation,
     messages_of,
     only_answer,
@@ -81,7 +81,7 @@ def _graded(found: Any) -> float | None:
     return float(value) if isinstance(value, (bool, int, float)) else None
 
 
-INSPECT = format_of("inspect", by_row(_inspect_entry))
+INSPECT = Format("inspect", by_row(_inspect_entry))
 
 
 def _parse(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
@@ -122,7 +122,7 @@ def _lm_eval_entry(row: Fields) -> Entry:
     )
 
 
-LM_EVAL = format_of("lm-eval", _parse)
+LM_EVAL = Format("lm-eval", _parse)
 
 
 def _skyrl_entry(row: Fields) -> Entry:
@@ -151,7 +151,7 @@ def _score(row: Fields) -> float | None:
     return total({str(turn): value for turn, value in enumerate(values)})
 
 
-SKYRL = format_of("skyrl", by_row(_skyrl_entry))
+SKYRL = Format("skyrl", by_row(_skyrl_entry))
 
 
 def _openrlhf_entry(row: Fields) -> Entry:
@@ -164,7 +164,7 @@ def _openrlhf_entry(row: Fields) -> Entry:
     )
 
 
-OPENRLHF = format_of(
+OPENRLHF = Format(
     "openrlhf",
     by_row(_openrlhf_entry),
     lambda row, config: {"input", "output"} <= row.keys() <= {"input", "output", "reward"},

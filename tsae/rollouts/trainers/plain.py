@@ -17,11 +17,11 @@ import numpy as np
 
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.adapters import (
+    Format,
     asked,
     attended,
     by_row,
     each_response,
-    format_of,
     is_conversation,
     messages_of,
     only_answer,
@@ -173,7 +173,7 @@ def _turns(
     return (None if prompt is None else split.prompt), split.response, split.sampled
 
 
-FORMAT = format_of("plain", by_row(_entry, _split), _fits)
+FORMAT = Format("plain", by_row(_entry, _split), _fits)
 
 
 _GENERATIONS = ("pass_rate_generations", "generations", "responses", "completions")
@@ -231,4 +231,4 @@ def _generation(row: Fields) -> Entry:
     )
 
 
-OPEN_R1 = format_of("open-r1", by_row(_generation, _generations), _fits_open_r1)
+OPEN_R1 = Format("open-r1", by_row(_generation, _generations), _fits_open_r1)

@@ -30,9 +30,9 @@ from typing import Any, Literal
 import numpy as np
 
 from tsae.rollouts.logs.adapters import (
+    Format,
     asked,
     by_row,
-    format_of,
     is_conversation,
     logprobs_of,
     masked_entry,
@@ -193,8 +193,8 @@ def _tokens_entry(row: Fields) -> Entry:
     )
 
 
-TRACES = format_of("prime-rl", by_row(_trace_entry, _split))
-TOKENS = format_of("prime-rl-tokens", by_row(_tokens_entry))
+TRACES = Format("prime-rl", by_row(_trace_entry, _split))
+TOKENS = Format("prime-rl-tokens", by_row(_tokens_entry))
 
 
 _NO_METRICS = {
@@ -250,4 +250,4 @@ def _metrics(row: Fields) -> Row:
     return {n: v for n, v in others.items() if is_score(n, v) and not isinstance(v, bool)}
 
 
-VERIFIERS = format_of("verifiers", by_row(_rollout))
+VERIFIERS = Format("verifiers", by_row(_rollout))

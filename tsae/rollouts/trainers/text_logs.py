@@ -47,11 +47,11 @@ from typing import Any
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.adapters import (
+    Format,
     asked,
     by_row,
     each_of_a_batch,
     each_row,
-    format_of,
     is_conversation,
     messages_of,
     only_answer,
@@ -105,11 +105,10 @@ def _verl_validates(path: Path) -> bool:
 
 def _verl_trained_on(row: Fields) -> bool:
     """Whether it is not a validation dump, by the folder's name; if that says nothing, by a column reward."""
-    path, folder = row.file.path, row.file.path.resolve().parent.name
-    a_run = "reward" not in row and re.search(r".[_-](test|dev)$", folder)  # A run may be called a test.
-    if _verl_validates(path) and not a_run:
-        return False
-    return "reward" not in row or re.search(r"rollout|train", folder) is not None
+    validates, folder = _verl_validates(row.file.path), row.file.path.resolve().parent.name
+    if "reward" in row:
+        return not validates and re.search(r"rollout|train", folder) is not None
+    return not validates or re.search(r".[_-](test|dev)$", folder) is not None  # A run may be called a test.
 
 
 def _verl_rewards(row: Fields) -> dict[str, float | None]:
@@ -145,7 +144,7 @@ def _verl_total(row: Fields, rewards: dict[str, float | None]) -> float | None:
     return found if alone and abs(acc + penalty - found) < 1e-6 else found + penalty
 
 
-VERL = format_of("verl", by_row(_verl_entry), validates=_verl_validates)
+VERL = Format("verl", by_row(_verl_entry), validates=_verl_validates)
 
 
 def _areal_entry(row: Fields) -> Entry:
@@ -168,7 +167,7 @@ def _areal_entry(row: Fields) -> Entry:
     )
 
 
-AREAL = format_of("areal", by_row(_areal_entry))
+AREAL = Format("areal", by_row(_areal_entry))
 
 
 def _roll_entry(row: Fields) -> Entry:
@@ -189,7 +188,7 @@ def _roll_entry(row: Fields) -> Entry:
     )
 
 
-ROLL = format_of(
+ROLL = Format(
     "roll",
     by_row(_roll_entry, each_of_a_batch),
     lambda row, config: {"global_step", "scores"} <= row.keys() and isinstance(row.get("responses"), list),
@@ -250,7 +249,7 @@ def _rllm_answer(messages: list[Any], sampled: Any, row: Fields) -> str:
     return sampled
 
 
-RLLM = format_of("rllm", by_row(_rllm_entry, _rllm_split))
+RLLM = Format("rllm", by_row(_rllm_entry, _rllm_split))
 
 
 _PLACEHOLDER_SWIFT = re.compile(r"\[(-\d+|\d{5,}) \* \d+\]")
@@ -356,4 +355,4 @@ def _swift_groups(rows: Sequence[Fields], names: Sequence[str]) -> dict[str, lis
     return groups
 
 
-SWIFT = format_of("ms-swift", _swift_parse, _swift_fits)
+SWIFT = Format("ms-swift", _swift_parse, _swift_fits)

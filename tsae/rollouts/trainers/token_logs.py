@@ -41,10 +41,10 @@ from typing import Any, Literal
 import numpy as np
 
 from tsae.rollouts.logs.adapters import (
+    Format,
     Split,
     by_row,
     each_response,
-    format_of,
     is_conversation,
     logprobs_of,
     masked_entry,
@@ -98,7 +98,7 @@ def _tsae_one_a_token(row: Fields, name: str, response: np.ndarray) -> np.ndarra
     return found
 
 
-TSAE = format_of("tsae", by_row(_tsae_entry))
+TSAE = Format("tsae", by_row(_tsae_entry))
 
 
 def _open_instruct_entry(row: Fields) -> Entry:
@@ -123,7 +123,7 @@ def _open_instruct_entry(row: Fields) -> Entry:
     )
 
 
-OPEN_INSTRUCT = format_of("open-instruct", by_row(_open_instruct_entry))
+OPEN_INSTRUCT = Format("open-instruct", by_row(_open_instruct_entry))
 
 
 def _nemo_rl_entry(row: Fields) -> Entry:
@@ -134,7 +134,8 @@ def _nemo_rl_entry(row: Fields) -> Entry:
         )
     for name in ("input_lengths", "token_loss_mask", "rewards"):
         row.need(name)
-    row = row.inside({name: _nemo_rl_only(value) for name, value in row.row.items()})
+    # The elements of a batch of one.
+    row = row.inside({n: v[0] if isinstance(v, list) and len(v) == 1 else v for n, v in row.row.items()})
     length = row.whole("input_lengths")
     if length is not None and length < 1:
         row.refuse(f"input_lengths is {length}", "Correct or drop that line.")
@@ -178,12 +179,7 @@ def _nemo_rl_head(values: Any, length: int | None) -> Any:
     return values[:length] if isinstance(values, list) else values
 
 
-def _nemo_rl_only(value: Any) -> Any:
-    """The element of a batch of one."""
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
-
-
-NEMO_RL = format_of("nemo-rl", by_row(_nemo_rl_entry))
+NEMO_RL = Format("nemo-rl", by_row(_nemo_rl_entry))
 
 
 _ENDS_SLIME: dict[str, Literal["stop", "length"]] = {"completed": "stop", "truncated": "length"}
@@ -260,7 +256,7 @@ def _slime_updates(row: Fields, rollout_id: int | None) -> tuple[int | None, str
     return max(last, 0), None if first == last else "were sampled while weights were updated: named after the newest"
 
 
-SLIME = format_of("slime", by_row(_slime_entry))
+SLIME = Format("slime", by_row(_slime_entry))
 
 
 _IGNORED_ATROPOS = -100
@@ -278,4 +274,4 @@ def _atropos_entry(row: Fields) -> Entry:
     return entry
 
 
-ATROPOS = format_of("atropos", by_row(_atropos_entry, _atropos_split))
+ATROPOS = Format("atropos", by_row(_atropos_entry, _atropos_split))

@@ -28,7 +28,7 @@ from tsae.base.files import reading
 from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ColumnNames, ImportConfig
-from tsae.rollouts.logs.adapters import each_row, format_of, is_conversation, only_answer
+from tsae.rollouts.logs.adapters import Format, each_row, is_conversation, only_answer
 from tsae.rollouts.logs.check_advantages import check_sum
 from tsae.rollouts.logs.entry import Entry, Fields, Row, Unusable, hash64, is_score, some_of, total
 from tsae.rollouts.logs.log_files import LogFile, first_row, run_folder
@@ -196,4 +196,4 @@ def _fits(row: Row, config: ImportConfig) -> bool:
     return {"step", "prompt", "completion"} <= row.keys() and ("advantage" in row or isinstance(row["step"], str))
 
 
-FORMAT = format_of("trl", _parse, _fits, notes=evaluated)
+FORMAT = Format("trl", _parse, _fits, notes=evaluated)
