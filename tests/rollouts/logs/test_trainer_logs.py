@@ -693,6 +693,16 @@ def test_logs_as_users_have_them_come_in(name: str, tmp_path: Path) -> None:
         assert found[0]["prompt_ids"] == tokenizer(expected, add_special_tokens=False)["input_ids"]
 
 
+@pytest.mark.parametrize("name", ["verl_mt", "verl_nan"])
+def test_tools_turns_are_counted_and_left_out(name: str, tmp_path: Path) -> None:
+    log = WRITTEN / name / "run" / "rollout_data"
+    if not log.is_dir():
+        pytest.skip("shared/data/trainer-logs is not here")
+    config = ImportConfig(skip=("multi-turn",))
+    with pytest.raises(Exception, match="holds no trajectories but those left out: 3 multi-turn"):
+        import_log(log, tmp_path / "r.parquet", WRITTEN / "run", config, progress=False)
+
+
 # --- what is said of trainers' logs: in the command, in the documentation and in the readers alike
 
 PAGE = Path(__file__).parents[3] / "docs" / "logs.md"
