@@ -213,6 +213,7 @@ def test_a_diff_shows_more_where_it_is_asked(shell: Shell, pipeline: Path, tmp_p
             np.testing.assert_allclose(rows.q, stats.false_discovery_control(rows.p, method=method))
 
 
+@pytest.mark.slow(ci=True)
 def test_the_folder_of_a_run_takes_the_place_of_options(shell: Shell, pipeline: Path, tmp_path: Path) -> None:
     before = sorted(pipeline.rglob("*"))
     shown = shell("diff {p} --n-permutations 500 --n-bootstrap 200 --min-problems 5")
@@ -512,6 +513,7 @@ def tsae_process(*args: str, **options: Any) -> subprocess.CompletedProcess[str]
     return subprocess.run([sys.executable, "-m", "tsae", *args], **options)
 
 
+@pytest.mark.slow(ci=True)
 def test_the_console_script_prints_one_paragraph(tmp_path: Path) -> None:
     script = Path(sys.executable).parent / "tsae"
     done = subprocess.run([script, "store", "show", tmp_path / "no"], capture_output=True, text=True, timeout=900)

@@ -92,6 +92,7 @@ def test_demo_does_not_touch_a_folder_of_something_else(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+@pytest.mark.slow(ci=True)
 def test_a_run_to_try_is_written_as_trl_leaves_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["demo", "--as-run", str(tmp_path / "a run")])
     printed = capsys.readouterr().out

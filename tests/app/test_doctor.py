@@ -154,6 +154,7 @@ def test_a_base_on_the_hub_is_looked_up_and_not_fetched(
         assert found["base"].fix.startswith("--base MODEL")
 
 
+@pytest.mark.slow(ci=True)
 def test_options_are_checked_before_anything_is_computed(tmp_path: Path) -> None:
     said: list[str] = []
 
@@ -173,6 +174,7 @@ def test_options_are_checked_before_anything_is_computed(tmp_path: Path) -> None
         watch(RunConfig(path=testbed.mixed_run(), to=tmp_path / "out", base=BASE, device="cuda:99"))
 
 
+@pytest.mark.slow(ci=True)
 def test_what_an_analysis_needs_is_said_before_it_begins(tmp_path: Path) -> None:
     """In a process of its own: without torch and transformers, which take seconds to import."""
     script = f"""

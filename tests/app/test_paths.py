@@ -125,6 +125,7 @@ def test_every_option_that_takes_a_path_expands_it(home: Path) -> None:
         assert several or kind in (Path, Path | None) or typing.get_origin(kind) is typing.Annotated, (name, kind)
 
 
+@pytest.mark.slow(ci=True)
 def test_stages_read_and_write_below_the_home_folder(home: Path) -> None:
     there, given = home / FOLDER, f"~/{FOLDER}"
     save_base_and_run(there, save_model(home / "model"))

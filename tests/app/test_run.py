@@ -611,6 +611,7 @@ def test_killed_while_it_trains(finished: Finished, tiny: RunConfig, tmp_path: P
     assert contents(out) == contents(finished[0])
 
 
+@pytest.mark.slow(ci=True)
 def test_the_command_says_what_it_decides(
     finished: Finished, tiny: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:

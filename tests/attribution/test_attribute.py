@@ -149,6 +149,7 @@ def test_a_kl_penalty_in_the_rewards_is_computed(trained: tuple[GrpoLoop, Path],
     assert not found.targets.flagged.any()
 
 
+@pytest.mark.slow(ci=True)
 def test_bands_from_elsewhere_are_called_so(llama: Path, run: Path, found: Attribution, tmp_path: Path) -> None:
     assert "Bands are the level of the data set." in attribution_text(found, 1)  # in place of bands that the log lacks
     log = Rollouts.read(run / "rollouts.parquet")
@@ -256,6 +257,7 @@ def test_what_is_saved_is_loaded(
     assert not [file for file in (tmp_path / "a").iterdir() if file.name.endswith(".tsae.tmp")]
 
 
+@pytest.mark.slow(ci=True)
 def test_a_log_of_texts_gets_its_end_tokens_back(
     trained: tuple[GrpoLoop, Path], llama: Path, found: Attribution, tmp_path: Path
 ) -> None:
@@ -277,6 +279,7 @@ def test_a_log_of_texts_gets_its_end_tokens_back(
     assert not (tmp_path / "to" / "path").exists()
 
 
+@pytest.mark.slow(ci=True)
 def test_the_last_checkpoint_alone_and_a_stretch(llama: Path, run: Path, found: Attribution, tmp_path: Path) -> None:
     series = tsae.CheckpointSeries.load(llama, run)
     last = attribute(llama, run, tmp_path / "a", series=series.final())

@@ -100,6 +100,7 @@ def test_shares_are_those_by_hand(case: str, trained: Trainer, tmp_path: Path) -
     assert (np.abs(found.remainder) < 0.05 * np.abs(found.realised)).all()
 
 
+@pytest.mark.slow(ci=True)
 def test_memory_changes_no_share(trained: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes of few tokens; steps that are taken again. Targets that are differentiated at few points add up, too."""
     loop = trained("KL")

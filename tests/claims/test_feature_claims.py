@@ -117,6 +117,7 @@ def test_medium_training(tmp_path: Path) -> None:
     assert claims_of(half, ["g"])["g"]["verdict"] == "partly"
 
 
+@pytest.mark.slow(ci=True)
 def test_correlation_is_no_verdict(tmp_path: Path) -> None:
     none = claims_of(write(tmp_path / "none", "easy", (1.0, 1.0, -1.0), test=False), ["e"])["e"]
     assert none["verdict"] == "cannot be tested"

@@ -169,6 +169,7 @@ def test_sizes_are_in_deviations_over_base_trajectories() -> None:
     np.testing.assert_allclose(base[:5], Rows.of(table, QUICK).scales["run"].deviation[:5], rtol=1e-5)
 
 
+@pytest.mark.slow(ci=True)
 def test_noise_in_the_weights_differs_and_moves_nothing() -> None:
     """A reader whose activations are the base's and a little more or less on every trajectory, as with weights that
     noise changed, and a third that was trained."""
@@ -247,6 +248,7 @@ def test_a_null_permutes_outcomes_within_problem_and_band() -> None:
         assert set(rows.band[found.a]) == {theirs.band}
 
 
+@pytest.mark.slow(ci=True)
 def test_what_one_band_has_does_not_reach_the_null_of_another() -> None:
     """Only hard problems have outcome effects, and large ones: permuted, they are gone in every contrast."""
     effect = np.r_[3.0, -3.0, 2.0, np.zeros(5)]

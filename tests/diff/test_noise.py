@@ -137,6 +137,7 @@ def read(series: tsae.CheckpointSeries, rollouts: Any, tmp_path_factory: pytest.
     return Read(*reading(series, rollouts.with_column("band", bands), folder), folder)
 
 
+@pytest.mark.slow(ci=True)
 def test_the_null_stands_beside_the_checkpoints_own_shift_on_the_same_rows(
     series: tsae.CheckpointSeries, read: Read, tmp_path: Path
 ) -> None:

@@ -69,6 +69,7 @@ def test_a_subset_reads_no_more(world: dict[str, Any], monkeypatch: pytest.Monke
     assert set(opened) == set(source.readers) == {"run-1"}
 
 
+@pytest.mark.slow(ci=True)
 def test_bytes_do_not_depend_on_parts(world: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     source = live(world, 60, monkeypatch)
     encode(world["sae"], source, to=tmp_path / "one", progress=False)

@@ -57,6 +57,7 @@ def page() -> Page:
     return Page(rendered(make()))
 
 
+@pytest.mark.slow(ci=True)
 def test_bands_from_elsewhere_are_called_so_wherever_they_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     source = {"kind": "difficulty", "label": f"difficulty for model {MARKUP}", "file": "data.jsonl", "column": "rate"}
     made = make()
@@ -200,6 +201,7 @@ def test_a_flagged_reader_is_named_on_the_first_screen() -> None:
     )
 
 
+@pytest.mark.slow(ci=True)
 def test_tokens_that_are_left_out_are_said() -> None:
     from tsae.report.terminal import gates_text
 
@@ -573,6 +575,7 @@ def test_a_problem_side_by_side() -> None:
     assert side_by_side(side({"base": base, "up-run": {"hard9": "r"}})) is None
 
 
+@pytest.mark.slow(ci=True)
 def test_the_task_is_shown_with_a_worked_example() -> None:
     diff = side({"base": {"hard0": "wwr"}, "up-run": {"hard0": "rrw"}})
     assert "The task." not in rendered(diff)
@@ -581,6 +584,7 @@ def test_the_task_is_shown_with_a_worked_example() -> None:
     assert page.count("✗ wrong</span> <small>1 of 3 right") == page.count("✓ right</span> <small>2 of 3 right") == 1
 
 
+@pytest.mark.slow(ci=True)
 def test_the_same_diff_gives_the_same_bytes(tmp_path: Path) -> None:
     one = write_report(make(), tmp_path / "a" / "r.html")
     assert one.read_bytes().startswith("".join(render(make())).encode())
@@ -710,6 +714,7 @@ def test_bands_that_are_steps_are_said_before_all_else(tmp_path: Path, capsys: p
     assert re.search(r"step 2 +step 3-9 +step 10-25\n  easy +0 +0 +7\n", said)
 
 
+@pytest.mark.slow(ci=True)
 def test_a_stand_in_for_the_base_is_said_in_the_title_and_in_every_statement_that_compares_with_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

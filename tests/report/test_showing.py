@@ -78,6 +78,7 @@ def features(trained: Any, store: Any) -> tsae.FeatureTable:
     return tsae.encode(trained, store, progress=False)
 
 
+@pytest.mark.slow(ci=True)
 def test_every_result_shows_itself(
     series: Any, rollouts: Any, store: Any, trained: Any, features: Any, diff: tsae.FeatureDiff
 ) -> None:

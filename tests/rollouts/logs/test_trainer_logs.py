@@ -76,6 +76,7 @@ def test_the_testbeds_own_log_comes_in_by_default(tmp_path: Path) -> None:
     assert found.info["log"]["format"] == "TRL completions"
 
 
+@pytest.mark.slow(ci=True)
 def test_policies_are_the_checkpoints_that_sampled(tmp_path: Path) -> None:
     """Step 1 was sampled by the base itself, step 50 by 49 updates: checkpoint 50 is the nearest that was kept."""
     found = read(TRL)
