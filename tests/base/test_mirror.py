@@ -122,6 +122,11 @@ def test_the_cache_is_bounded(remote: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert not own.is_file()
     assert needed(own).read_bytes() == b"y" * 1000
     assert (folder / "big.json").is_file()
+    # The one that is asked for stays, whatever was used while it came, and however little fits.
+    monkeypatch.setenv("TSAE_CACHE_GB", "0")
+    monkeypatch.setitem(mirror._used, files[3], 2**62)
+    needed(files[3])
+    assert needed(files[4]).is_file()
 
 
 def test_names_do_not_lead_out(remote: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

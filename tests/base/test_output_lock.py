@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
@@ -173,13 +174,49 @@ def test_torchruns_other_processes_leave_it_to_the_first(tmp_path: Path, monkeyp
     first.communicate()
 
 
-def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def without_locks(monkeypatch: pytest.MonkeyPatch, number: int = errno.ENOLCK) -> None:
     fcntl = pytest.importorskip("fcntl")
-    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(number, os.strerror(number))))
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_locks(monkeypatch)
     with output_lock(tmp_path / "sae"), output_lock(tmp_path / "sae"):
         said = refused_in_a_thread(tmp_path / "sae")
-    assert "another process (if it has died, remove .sae.lock)" in said
+    assert f"process {os.getpid()} on" in said
+    assert "(if it has died, remove .sae.lock)" in said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_one_machine_without_locks_takes_none_from_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with output_lock(tmp_path / "sae"), monkeypatch.context() as patched:
+        without_locks(patched)
+        time.sleep(2.5)  # filelock takes a file that it cannot read from its holder after two seconds
+        assert "is being written" in refused_in_a_thread(tmp_path / "sae")
+    with monkeypatch.context() as patched:
+        without_locks(patched, errno.EIO)
+        with pytest.raises(TsaeError, match="cannot be written"), output_lock(tmp_path / "sae"):
+            raise AssertionError("a disk that fails is not one without locks")
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_the_lock_of_the_next_writer_stays(locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody has removed the file of a lock that is held, as of a process that has died; the next one has its own."""
+    if not locks:
+        without_locks(monkeypatch)
+    file = tmp_path / ".sae.lock"
+    with output_lock(tmp_path / "sae"):
+        file.rename(tmp_path / "removed")
+        file.write_text("the next writer's")
+    assert file.read_text() == "the next writer's"
+
+
+def test_a_link_to_a_file_has_the_lock_of_its_own_place(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "page").symlink_to(tmp_path / "elsewhere" / "page")
+    (tmp_path / "elsewhere" / "page").touch()
+    with output_lock(tmp_path / "page"):
+        assert locks(tmp_path) == {"elsewhere", "page", ".page.lock"}
 
 
 def test_a_volume_that_can_be_written_only_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +227,8 @@ def test_a_volume_that_can_be_written_only_inside(tmp_path: Path, monkeypatch: p
         assert locks(volume) == {".volume.lock"}
         RunRecord(volume, "run.json", {"run": {}, "versions": {}}, "a run")
         (volume / "run.json").unlink()
-        begin(volume / "manifest.json", {}, "is not empty", "Give another folder.")
+        (tmp_path / "link").symlink_to(volume)
+        begin(tmp_path / "link" / "manifest.json", {}, "is not empty", "Give another folder.")
     assert locks(volume) == {"manifest.json"}
 
 

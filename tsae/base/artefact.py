@@ -82,7 +82,7 @@ def command_facts(path: Path, *, alone: bool = False) -> dict[str, Any]:
     """
     words, to = _running.get() or ((), None)
     path = Path(os.path.abspath(path))
-    if to is None or not path.is_relative_to(to) or (alone and path != to):
+    if not words or to is None or not path.is_relative_to(to) or (alone and path != to):
         return {}
     return {"command": public(list(words)), "from": os.path.relpath(Path.cwd(), path.parent)}
 

@@ -147,7 +147,7 @@ def is_beginning(path: Path, left: str) -> bool:
 
 def is_lock(folder: Path, name: str) -> bool:
     """Whether a file in a folder is the folder's lock, which lies inside where the folder is a mounted volume."""
-    return name.startswith(f".{folder.name}.") and name.endswith(".lock")
+    return name.startswith(f".{folder.resolve().name}.") and name.endswith(".lock")
 
 
 def need_no_link(file: str | Path) -> None:

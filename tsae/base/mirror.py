@@ -137,10 +137,11 @@ def published(*paths: Path) -> None:
         TsaeError: where one cannot be written.
     """
     for path in paths:
-        for file in [path] if path.is_file() else sorted(path.rglob("*")):
-            mirror, name = _of(file)
-            if mirror is not None and file.is_file() and not name.endswith(".tmp"):
-                mirror.upload(name)
+        if _of(path)[0] is not None:
+            for file in [path] if path.is_file() else sorted(path.rglob("*")):
+                mirror, name = _of(file)
+                if mirror is not None and file.is_file() and not name.endswith(".tmp"):
+                    mirror.upload(name)
 
 
 def removed(path: Path) -> None:
@@ -207,7 +208,7 @@ class Mirror:
                     here = _state_here(partial)
                 self._note(name, here, state)
             if _LAZY.fullmatch(name):
-                _make_room()
+                _make_room(keep=file)
 
     def upload(self, name: str) -> None:
         here = _state_here(self.root / name)
@@ -324,8 +325,8 @@ def state_there(fs: Any, place: str, info: dict[str, Any]) -> str:
     return found or f"unknown {uuid4().hex}"
 
 
-def _make_room() -> None:
-    """Remove the least recently used files that can be fetched again, of all mirrors. The one in use stays."""
+def _make_room(keep: Path | None = None) -> None:
+    """Remove the least recently used files that can be fetched again, of all mirrors, but for the one to keep."""
     limit, held = _cache_limit() * 1e9, 0
     with _lock:
         files = []
@@ -335,10 +336,10 @@ def _make_room() -> None:
                 file = mirror.root / name
                 if _LAZY.fullmatch(name) and _state_here(file) == noted["here"]:
                     _, size, written = noted["here"]
-                    files.append((_used.get(file, written), size, file))
-        for _, size, file in sorted(files, reverse=True):
+                    files.append((file == keep, _used.get(file, written), size, file))
+        for kept, _, size, file in sorted(files, reverse=True):
             held += size
-            if limit < held != size:
+            if held > limit and not kept:
                 file.unlink(missing_ok=True)
 
 

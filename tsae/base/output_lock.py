@@ -6,6 +6,7 @@ The lock of ``out/features`` is the file ``out/.features.lock``; that of its sec
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from glob import escape
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import NamedTemporaryFile
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout, lock_descriptor
 
@@ -23,6 +24,8 @@ from tsae.base.part import Part, first_process
 from tsae.errors import TsaeError
 
 _PATIENCE_S = 0.2
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""What file systems without locks answer."""
 _parts: set[tuple[int, Path]] = set()
 """Outputs of which a thread of this process writes a part."""
 
@@ -42,7 +45,8 @@ def output_lock(to: str | Path, part: Part | None = None) -> Iterator[None]:
     Raises:
         TsaeError: where another process writes it, which is named; where the lock cannot be written.
     """
-    to = Path(to).resolve()
+    to = Path(os.path.abspath(to))  # a link to a file is replaced, and its place is here
+    to = to.resolve() if to.is_dir() else to.parent.resolve() / to.name
     # A mounted volume may have nothing but its inside to write to.
     folder = to if to.is_dir() and not os.access(to.parent, os.W_OK) else to.parent
     whole, key = folder / f".{to.name}.lock", (threading.get_ident(), to)
@@ -84,36 +88,36 @@ def _held(file: Path, to: Path, *, wait: bool = False) -> Iterator[None]:
                 raise TsaeError(f"is being written by {owner}", where=to, fix=fix)
             print(f"waiting: {to} is being written by {owner}", file=sys.stderr)
             lock.acquire()
+        mine = None if isinstance(lock, SoftFileLock) or lock.lock_counter > 1 else os.stat(file)
     try:
         yield
     finally:
-        if lock.lock_counter == 1:
-            with suppress(OSError):  # Windows removes no open file
+        with suppress(OSError):  # Windows removes no open file; who took a removed lock's place keeps its own
+            if mine is not None and os.path.samestat(os.stat(file), mine):
                 file.unlink()
         lock.release()
 
 
 def _lock(file: Path) -> BaseFileLock:
     """The lock of the operating system; on a file system without locks the file itself is one."""
-    with TemporaryFile(dir=file.parent) as probe:
+    with NamedTemporaryFile(dir=file.parent, prefix=f"{file.stem}.", suffix=".lock") as probe:
         try:
             lock_descriptor(probe.fileno())
-        except OSError:
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
             return SoftFileLock(file, is_singleton=True)
     return FileLock(file, is_singleton=True, on_acquired=_sign)
 
 
 def _sign(descriptor: int) -> None:
-    os.lseek(descriptor, 1, os.SEEK_SET)  # on Windows nobody else can read the first byte, which is locked
-    os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    # As SoftFileLock does, which takes a file that says anything else from its holder.
+    os.write(descriptor, f"{os.getpid()}\n{socket.gethostname()}\n".encode())
 
 
 def _owner(lock: BaseFileLock) -> str:
-    file = Path(lock.lock_file)
-    if isinstance(lock, SoftFileLock):
-        return f"another process (if it has died, remove {file.name})"
-    with suppress(OSError), file.open("rb", buffering=0) as stream:
-        stream.seek(1)
-        if found := stream.readline(200):
-            return found.decode(errors="replace").strip()
-    return "another process"  # it takes the lock or gives it back in this moment
+    file, found = Path(lock.lock_file), [""]
+    with suppress(OSError, ValueError):  # Windows lets nobody read it
+        found = file.read_text(encoding="utf-8").split()
+    named = f"process {found[0]} on {found[1]}" if len(found) > 1 else "another process"
+    return f"{named} (if it has died, remove {file.name})" if isinstance(lock, SoftFileLock) else named
