@@ -189,10 +189,14 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_one_machine_without_locks_takes_none_from_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with output_lock(tmp_path / "sae"), monkeypatch.context() as patched:
-        without_locks(patched)
-        time.sleep(2.5)  # filelock takes a file that it cannot read from its holder after two seconds
-        assert "is being written" in refused_in_a_thread(tmp_path / "sae")
+    to = tmp_path / "sae"
+    with ThreadPoolExecutor() as pool:
+        with output_lock(to), monkeypatch.context() as patched:
+            without_locks(patched)
+            part = pool.submit(lambda: output_lock(to, Part(1, 2)).__enter__())
+            time.sleep(3)  # filelock takes a file that it cannot read from its holder after two seconds
+            assert not part.done()
+        assert part.exception(timeout=10) is None
     with monkeypatch.context() as patched:
         without_locks(patched, errno.EIO)
         with pytest.raises(TsaeError, match="cannot be written"), output_lock(tmp_path / "sae"):
