@@ -260,6 +260,7 @@ def test_what_was_not_sampled_ends_a_step() -> None:
     assert blocks(shard, counted, np.array([2]), (99,), parts).tolist() == [0, 1, 2]
     assert blocks(shard, counted, np.array([2]), (99,)).tolist() == [0, 1]
     assert blocks(shard, counted, None, (), parts).tolist() == [0]
+    assert blocks(shard, ids >= 0, np.array([2]), (99,), parts).tolist() == [0, 2, 3, 5]
 
 
 def test_reconstruction_is_measured_on_what_counts(
