@@ -24,7 +24,7 @@ from tsae import FeatureDiff
 from tsae.cli import main
 from tsae.diff.config import ExplainConfig
 from tsae.diff.explain import Explanations, balanced_accuracy, explain
-from tsae.diff.label_contexts import Contexts
+from tsae.diff.label_contexts import CLOSE, OPEN, Contexts, Window
 from tsae.diff.llm_labeller import ANSWERS, LONGEST, _content, _read, read_label, read_verdicts
 from tsae.errors import TsaeError
 
@@ -447,3 +447,9 @@ def test_the_command_labels_a_run_and_says_what_is_missing(
     found = Explanations.load(tmp_path / "explanations")
     assert (found.info["labeller"], found.info["by_model"]) == ("scripted", True)
     assert "tsae: --server.url: is missing" in fails(capsys, *words, "--server.model", "m").err
+
+
+def test_runs_of_marked_tokens_stand_in_brackets() -> None:
+    marks = np.array([True, True, False, False, True])
+    window = Window(0, tuple("abcde"), np.zeros(5), marks, "base")
+    assert window.marked == f"{OPEN}ab{CLOSE}cd{OPEN}e{CLOSE}"

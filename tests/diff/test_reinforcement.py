@@ -129,6 +129,9 @@ def test_what_successes_carry_is_arithmetic_where_rewards_say_right_or_wrong() -
     part = shaped.table[shaped.table["by"] == "outcome"].groupby("feature").reinforcement.sum()
     total = shaped.table[shaped.table["by"] == "all"].set_index("feature").reinforcement
     np.testing.assert_allclose(part, total, atol=1e-12)
+    products = shaped.samples.weight[:, None] * shaped.samples.moved(values, "natural")
+    of_successes = shaped.table[shaped.table.part == "success"].set_index("feature").reinforcement
+    np.testing.assert_allclose(of_successes, products[right].sum(0)[of_successes.index], atol=1e-6)
     assert not any("outcome" in note for note in shaped.notes)
     # Where that is so in one group alone, it is said.
     one = reward.where(table.rollouts.frame.problem_id == "p5", table.rollouts.frame.reward)

@@ -23,6 +23,7 @@ from tsae.base.files import new_folder
 from tsae.checkpoints.hooks import HuggingFaceReader, decoder_blocks, site_names
 from tsae.cli import main
 from tsae.errors import TsaeError
+from tsae.features import exchange
 from tsae.features.exchange import Neuronpedia, write_delphi, write_neuronpedia
 from tsae.sae.exchange.saelens_files import write_folder
 from tsae.sae.model import load_sae
@@ -103,7 +104,9 @@ def lines(file: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in stream]
 
 
-def test_neuronpedias_files_have_its_columns(features: FeatureTable, sae: TemporalSAE, tmp_path: Path) -> None:
+def test_neuronpedias_files_have_its_columns(
+    features: FeatureTable, sae: TemporalSAE, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = Neuronpedia("tiny", "1-tsae", "user")
     strings = {str(i): f" t{i}" for i in range(20)}
     hostile = '"\n<script>'
@@ -137,6 +140,12 @@ def test_neuronpedias_files_have_its_columns(features: FeatureTable, sae: Tempor
     assert best == pytest.approx(counted[:, 0].max())
     (label,) = lines(folder / "explanations" / "batch-0.jsonl.gz")
     assert (label["index"], label["description"]) == ("2", hostile)
+    assert all(record["hasVector"] for record in neurons)
+    monkeypatch.setattr(exchange, "_BEFORE", 1)
+    monkeypatch.setattr(exchange, "_AFTER", 1)
+    write_neuronpedia(features, sae, tmp_path / "short", names, strings)
+    contexts = lines(tmp_path / "short" / "tiny" / "1-tsae" / "activations" / "batch-0.jsonl.gz")
+    assert max(len(record["tokens"]) for record in contexts) == 3
 
 
 @pytest.fixture(scope="module")

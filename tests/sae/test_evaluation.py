@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import scipy.stats
 import torch
@@ -26,7 +27,7 @@ from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
 from tsae.sae.model import TemporalSAE
-from tsae.sae.quality.evaluation import evaluate, smoothness
+from tsae.sae.quality.evaluation import _begins_with_special, evaluate, smoothness
 from tsae.sae.quality.splice import loss_recovered
 
 SITE = "blocks.1.hook_resid_post"
@@ -394,3 +395,9 @@ def test_nothing_active_is_null_in_json(store: ActivationStore) -> None:
     assert content["smoothness_high_robust"] is None
     json.dumps(content, allow_nan=False)
     assert "–" in str(found)
+
+
+@pytest.mark.parametrize(("prompts", "most"), [([[9, 1], [9], [1]], True), ([[9], [1]], False), ([[], [9], []], False)])
+def test_texts_begin_with_a_special_token_where_most_do(prompts: list[list[int]], most: bool) -> None:
+    source: Any = SimpleNamespace(rollouts=SimpleNamespace(table=pa.table({"prompt_ids": prompts})), special_ids=[9])
+    assert _begins_with_special(source) == most

@@ -183,6 +183,7 @@ def test_slimes_masks_and_versions(chat: Checkpoint, tmp_path: Path) -> None:
         (sample(RIGHT, status="aborted"), "its status is aborted"),
         (sample([]), "the response is empty"),
         (sample(RIGHT, response_length=99), "99 response tokens of 11"),
+        (sample(RIGHT, response_length=11), "11 response tokens of 11"),
         (sample(RIGHT, loss_mask=[1]), "11 token ids but 10 mask values"),
         (sample(RIGHT, multimodal_inputs={"images": [1]}), "images or sound"),
         (sample(RIGHT, label=torch.ones(2)), "is not built as its trainer writes it"),
