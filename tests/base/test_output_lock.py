@@ -188,6 +188,15 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_process_that_dies_while_it_looks_for_locks_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[Path]] = []
+    monkeypatch.setattr(lock, "lock_descriptor", lambda _: seen.append(list(tmp_path.iterdir())))
+    with output_lock(tmp_path / "sae"):
+        assert seen == [[]]
+
+
 def test_one_machine_without_locks_takes_none_from_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     to = tmp_path / "sae"
     with ThreadPoolExecutor() as pool:

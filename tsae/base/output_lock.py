@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from glob import escape
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import TemporaryFile
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout, lock_descriptor
 
@@ -100,7 +100,7 @@ def _held(file: Path, to: Path, *, wait: bool = False) -> Iterator[None]:
 
 def _lock(file: Path) -> BaseFileLock:
     """The lock of the operating system; on a file system without locks the file itself is one."""
-    with NamedTemporaryFile(dir=file.parent, prefix=f"{file.stem}.", suffix=".lock") as probe:
+    with TemporaryFile(dir=file.parent) as probe:  # it has no name that a killed process could leave
         try:
             lock_descriptor(probe.fileno())
         except OSError as error:

@@ -340,11 +340,11 @@ def test_the_file_does_not_depend_on_who_reads(
     several: Path, policy: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parts, "PART_BYTES", 2000)
-    (tmp_path / "my_checks.py").write_text(
+    (tmp_path / "one_check.py").write_text(
         "def right(response, answer):\n    print('said')\n    return '1' in response\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    for config in ({}, {"verifier": "my_checks:right", "rewards": ("reward",)}):
+    for config in ({}, {"verifier": "one_check:right", "rewards": ("reward",)}):
         found = {n: imported(several, policy, tmp_path / "r.parquet", n, **config) for n in (1, 2, 3)}
         assert found[1] == found[2] == found[3]
 
