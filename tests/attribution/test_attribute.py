@@ -7,9 +7,10 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -29,6 +30,8 @@ from tsae.attribution.forward_passes import OLD
 from tsae.attribution.loss import PolicyLoss, RewardKL
 from tsae.attribution.order import Plan, Update
 from tsae.attribution.settings import Batching, Optimiser, RunSettings
+from tsae.attribution.states import States
+from tsae.commands.outputs import check_outputs
 from tsae.errors import TsaeError
 from tsae.report.attribution import attribution_text
 from tsae.rollouts.config import BandSource
@@ -276,7 +279,23 @@ def test_a_log_of_texts_gets_its_end_tokens_back(
         mine = found.samples[found.samples.target == "P (first token)"].share.to_numpy()
         also = again.samples[again.samples.target == "P (first token)"].share.to_numpy()
         np.testing.assert_allclose(also, mine, atol=1e-5 * np.abs(mine).max())
-    assert not (tmp_path / "to" / "path").exists()
+
+
+@pytest.mark.slow(ci=True)
+def test_a_killed_replay_is_no_obstacle(
+    llama: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to = tmp_path / "to"
+    with monkeypatch.context() as killed:
+        killed.setattr(States, "get", Mock(side_effect=KeyboardInterrupt))
+        killed.setattr(States, "remove", Mock())  # which SIGKILL leaves undone
+        with pytest.raises(KeyboardInterrupt):
+            attribute(llama, run, to)
+    assert any(next(to.iterdir()).iterdir())
+    check_outputs(make_dataclass("Attribute", ["to"])(to))
+    (to / "path").mkdir()
+    attribute(llama, run, to)
+    assert [path.name for path in to.iterdir() if path.is_dir()] == ["path"], "a folder of the user's stays"
 
 
 @pytest.mark.slow(ci=True)

@@ -72,7 +72,7 @@ def attribute(
     Args:
         series: the base, and the run's checkpoints; one at the end is enough.
         rollouts: the run's log, with steps and rewards or advantages.
-        to: folder for the results, and for the path of the replay while it is needed.
+        to: folder for the results, and for states of the replay while they are needed.
         settings: the run's, or the folder or file where the trainer left them; by default what lies beside the
             checkpoints.
         sae: gives features as targets; the SAE or its folder.
@@ -98,7 +98,7 @@ def attribute(
     prepared, controls, facts, reference = _prepared(series, mine, rollouts, given, config, notes)
     trained = prepared.trained
     special = _special(series, prepared.rollouts, sae, trained, first_token)
-    states = States(to / "path", len(prepared.plan.updates), len(trained), int(config.budget_gb * 1e9))
+    states = States(to / ".replay", len(prepared.plan.updates), len(trained), int(config.budget_gb * 1e9))
     try:
         path = replay(prepared, states, controls, facts, reference=reference, progress=progress)
         check_run(path.steps, given)
