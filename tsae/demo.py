@@ -116,12 +116,11 @@ class _Demo(Pipeline):
             tokens_of=128,
             seed=self.config.seed,
         )
-        found = tsae.attribute(
+        return tsae.attribute(
             series, log, to, settings=find_settings(series), sae=sae, problems=problems, config=options,
+            about="This is a fourth run, from the same base, on easy, medium and hard problems at once.",
             progress=self.progress,
         )  # fmt: skip
-        about = "This is a fourth run, from the same base, on easy, medium and hard problems at once."
-        return replace(found, info={**found.info, "about": about}).save(to)
 
 
 def demo_rollouts(config: DemoConfig, *, progress: bool = True) -> Rollouts:

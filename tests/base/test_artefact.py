@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tsae.base.artefact import (
     OtherVersion,
     add_to_artefact,
     command_text,
+    manifest_of,
     read_artefact,
     read_record,
     running_command,
@@ -163,22 +165,27 @@ def test_a_folder_is_rather_incomplete_than_of_two_artefacts(
     """Wherever a process is killed, the folder holds the one or the other, or has no manifest."""
     owner: Any = os if step == "replace" else Path
     real = getattr(owner, step)
-    for last in range(12):
-        folder = tmp_path / str(last)
-        save(folder)
+
+    def save_until(last: int) -> None:
         calls = 0
 
-        def counted(*args: Any, last: int = last, **kwargs: Any) -> None:
+        def counted(*args: Any, **kwargs: Any) -> None:
             nonlocal calls
             calls += 1
             if calls > last:
                 raise KeyboardInterrupt
             real(*args, **kwargs)
 
-        monkeypatch.setattr(owner, step, counted)
-        with suppress(KeyboardInterrupt):
+        with monkeypatch.context() as patched, suppress(KeyboardInterrupt):
+            patched.setattr(owner, step, counted)
             save(folder, "second", optional=False)
-        monkeypatch.setattr(owner, step, real)
+
+    for last, again in product(range(12), (0, 1, 2, 4, 12)):
+        folder = tmp_path / f"{last}-{again}"
+        save(folder)
+        save_until(last)
+        save_until(again)
+        assert (manifest_of(folder) or {})["kind"] == KIND.name, "a third command knows whose folder it is"
         if (folder / MANIFEST).is_file():
             of = read_artefact(folder, KIND)["of"]
             names = [name for name in ("a.txt", "b.txt") if name in read_record(folder / MANIFEST, "")["files"]]

@@ -65,6 +65,7 @@ def attribute(
     targets: Targets | None = None,
     problems: Rollouts | None = None,
     config: AttributionConfig | None = None,
+    about: str = "",
     progress: bool = True,
 ) -> Attribution:
     """Attribute what a run changed to the samples that it was trained on.
@@ -82,6 +83,7 @@ def attribute(
         problems: responses of the base to problems that the run did not train on, with outcomes: targets are measured
             there. By default on the log's own problems.
         config: how much is computed.
+        about: a sentence on the run, which the report says first.
         progress: show bars.
 
     Returns:
@@ -145,6 +147,7 @@ def attribute(
             "trained_on": problems is None,
             "bands": label_of_bands(rollouts),
             "notes": notes,
+            "about": about,
         },
         source=rollouts,
     )

@@ -112,7 +112,8 @@ def write_artefact(
     """Write an artefact in the place of the one that is there.
 
     All files are written under temporary names first: until then the earlier artefact stays, whatever happens. A kill
-    between the renames leaves a folder without manifest, which no reader takes for a whole one.
+    between the renames leaves a folder without manifest, which no reader takes for a whole one. The manifest's
+    temporary name is there from the beginning: by it such a folder is known as ours, however often it is killed.
 
     Args:
         folder: missing ones are made.
@@ -133,28 +134,35 @@ def write_artefact(
     before = manifest_of(folder) or {}
     main = {} if content is None else {kind.main: partial(write_json, content=content)}
     writers: dict[str, Callable[[Path], object]] = {**main, **(files or {})}
-    with ExitStack() as stack:  # names that are entered first are given last
-        manifest = stack.enter_context(replacing(folder / MANIFEST))
-        coming: dict[str, Path] = {}
-        for name, write in writers.items():
-            coming[name] = stack.enter_context(replacing(folder / name))
-            write(coming[name])
-        hashes = _hashes({**{name: folder / name for name in there}, **coming})
-        facts = {
-            "kind": kind.name,
-            "version": kind.version,
-            "config": config,
-            "inputs": dict(inputs or {}),
-            "gives": dict((inputs if gives is None else gives) or {}),
-            "files": hashes,
-            "versions": versions(),
-            **command_facts(to or folder),
-        }
-        write_record(manifest, facts)
-        gone = [_inside(folder, name) for name in before.get("files", ()) if name not in hashes]
-        # All is written; only renames are left.
-        for lost in (folder / MANIFEST, *gone):
-            lost.unlink(missing_ok=True)
+    manifest = partial_name(folder / MANIFEST)
+    write_record(manifest, {**before, "kind": kind.name})
+    try:
+        with ExitStack() as stack:
+            coming: dict[str, Path] = {}
+            for name, write in writers.items():
+                coming[name] = stack.enter_context(replacing(folder / name))
+                write(coming[name])
+            hashes = _hashes({**{name: folder / name for name in there}, **coming})
+            facts = {
+                "kind": kind.name,
+                "version": kind.version,
+                "config": config,
+                "inputs": dict(inputs or {}),
+                "gives": dict((inputs if gives is None else gives) or {}),
+                "files": hashes,
+                "versions": versions(),
+                **command_facts(to or folder),
+            }
+            write_record(manifest, facts)
+            gone = [_inside(folder, name) for name in before.get("files", ()) if name not in hashes]
+            # All is written; only renames are left.
+            for lost in (folder / MANIFEST, *gone):
+                lost.unlink(missing_ok=True)
+        os.replace(manifest, folder / MANIFEST)
+    except BaseException:
+        if is_whole(folder) or not any((folder / name).exists() for name in writers):
+            manifest.unlink()
+        raise
     for lost in gone:
         removed(lost)  # at the URL, too
     return folder
