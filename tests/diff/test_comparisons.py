@@ -189,6 +189,8 @@ def test_noise_in_the_weights_differs_and_moves_nothing() -> None:
     assert not diff.table(checkpoint="noise", kind="shift").moved.any()
     assert diff.top().feature.tolist() in ([0, 1], [1, 0])
     assert "noise: 0 of 8" in repr(diff)
+    shown = repr(diff.top()).splitlines()
+    assert len(shown[0].split()) == len(shown[1].split()), "rows have no numbers of their own"
 
 
 # --- nulls

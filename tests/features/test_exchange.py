@@ -140,6 +140,7 @@ def test_neuronpedias_files_have_its_columns(
     assert best == pytest.approx(counted[:, 0].max())
     (label,) = lines(folder / "explanations" / "batch-0.jsonl.gz")
     assert (label["index"], label["description"]) == ("2", hostile)
+    assert {value for name, value in label.items() if name.startswith("umap_")} == {0}
     assert all(record["hasVector"] for record in neurons)
     monkeypatch.setattr(exchange, "_BEFORE", 1)
     monkeypatch.setattr(exchange, "_AFTER", 1)

@@ -97,7 +97,7 @@ def test_every_result_shows_itself(
         "Evaluation": (tsae.evaluate(trained, store), "smoothness"),
         "Separation": (tsae.separation({"SAE": trained}, store, tokens_per_trajectory=1), "accuracy"),
         "Stability": (tsae.stability(trained, [other]), "mean matched cosine"),
-        "FeatureTable": (features, "active a token"),
+        "FeatureTable": (features, f"active a token {number(features.codes.nnz / features.codes.shape[0])}"),
         "FeatureDiff": (diff, "not causally tested"),
         "Feature 1": (diff.feature(1), "not causally tested"),
         "Difficulty": (tsae.difficulty(banded), "problems by band"),

@@ -111,7 +111,7 @@ def test_the_logs_own_levels_and_named_ones(rollouts: Rollouts) -> None:
     words = rollouts.with_column("level", ["AMC", "AIME"] * (len(rollouts) // 2))
     refused("gives problem 'p0' several values: AMC, AIME", words.with_source, BandSource(bands_column="level"))
     words = rollouts.with_column("level", np.where(rollouts.frame.level == "Level 1", "AMC", "AIME"))
-    with pytest.raises(TsaeError, match="have no order that is known: AIME, AMC") as error:
+    with pytest.raises(TsaeError, match="levels in level have no order that is known: AIME, AMC") as error:
         words.with_source(BandSource(bands_column="level"))
     assert "--bands-levels easy=A,B" in str(error.value)
 

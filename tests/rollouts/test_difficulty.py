@@ -239,6 +239,7 @@ def test_pass_at_k_is_that_of_all_subsets() -> None:
             hits = [any(drawn) for drawn in itertools.combinations(outcomes, k)]
             assert estimate(np.array([n]), np.array([c]), k)[0] == pytest.approx(np.mean(hits), abs=1e-12)
     assert np.isnan(estimate(np.array([3]), np.array([1]), 4)[0])
+    assert estimate(np.array([2, 4, 5]), np.array([1, 1, 1]), 1).tolist() == pytest.approx([1 / 2, 1 / 4, 1 / 5])
     assert estimate(np.array([4000]), np.array([1]), 2000)[0] == pytest.approx(0.5)
 
 

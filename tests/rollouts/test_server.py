@@ -424,6 +424,11 @@ def test_what_is_no_address_is_not_asked_again(url: str) -> None:
     assert "cretpw" not in str(said.value)
 
 
+@pytest.mark.parametrize("url", ["http://[::1", "http://localhost:99999/v1", "http://localhost:abc"])
+def test_an_address_that_cannot_be_parsed_is_refused_before_all_work(url: str) -> None:
+    refused("is not an address alone", EndpointConfig, url=url)
+
+
 @pytest.mark.parametrize("key", ["schlüssel-…-abcdef", "k\udc80abcdefgh", "abcd\nefgh"])
 def test_a_key_that_cannot_be_sent_is_said_and_not_shown(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "TSAE_SERVER_KEY", key)
