@@ -230,7 +230,7 @@ def test_encoding_makes_entropy_a_behaviour(captured: ActivationStore, store: Ac
     assert "entropy" not in tsae.encode(sae, store, progress=False).rollouts.table.column_names
 
 
-@pytest.mark.slow  # samples much
+@pytest.mark.slow(ci=True)  # samples much
 def test_the_estimators_estimate_the_divergence(llama: Path, tmp_path: Path) -> None:
     """On responses that a policy really sampled, both estimates agree with the KL of the full distributions."""
     save_perturbed(llama, tmp_path / "base", amount=0.0)

@@ -452,7 +452,7 @@ def test_activations_may_be_small(tmp_path: Path) -> None:
 # --- the index
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_an_epoch_takes_eight_bytes_a_window_and_some_more(tmp_path: Path) -> None:
     texts = list(np.random.default_rng(0).normal(size=(3000, 500, 1)))
     windows = synthetic_store(tmp_path, texts).windows("x.site", window=2, partner=None)

@@ -324,7 +324,7 @@ def one_epoch() -> Any:
     return feature_diff(table, QUICK, token_strings=[f"t{i}" for i in range(20)], progress=False)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_a_one_epoch_run_speaks_of_what_it_has(one_epoch: Any, capsys: pytest.CaptureFixture[str]) -> None:
     diff = one_epoch
     assert set(diff.contrasts[diff.contrasts.kind == "shift"].part) == {"same_trajectories"}
@@ -361,7 +361,7 @@ def test_the_causal_command_finds_opposed_features_of_a_one_epoch_run(one_epoch:
     refuses(r"drawn from other features \(of other sae\)", chosen, raised="up", lowered="down")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_runs_with_and_without_their_own_trajectories_are_opposed_on_the_same_text() -> None:
     """One run answered the base's problems, the other none of them."""
     push = np.array([0.9, -0.8, 0, 0, 0, 0, 0, 0])

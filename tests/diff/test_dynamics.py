@@ -121,7 +121,7 @@ def test_steps_are_shifts_of_the_diff(planted: FeatureTable) -> None:
     np.testing.assert_allclose(along.q, false_discovery_control(along.p))
 
 
-@pytest.mark.slow  # measures an error rate
+@pytest.mark.slow(ci=True)  # measures an error rate
 def test_nothing_moves_where_nothing_moves() -> None:
     worlds = [world(np.ones((5, 30)), n_problems=20, seed=seed) for seed in range(40)]
     found = [dynamics(table, replace(QUICK, seed=seed)) for seed, table in enumerate(worlds)]

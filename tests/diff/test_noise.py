@@ -205,7 +205,7 @@ def test_problems_come_from_every_band(read: Read) -> None:
     assert set(others.problem_id) != set(chosen.problem_id)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_what_cannot_have_a_null_says_so_and_the_rest_goes_on(llama: Path, tmp_path: Path, fingerprint: str) -> None:
     """A run without an update, one of another architecture, one with another vocabulary, and one that was trained."""
     same = save_perturbed(llama, tmp_path / "same", amount=0.0)
@@ -240,7 +240,7 @@ def test_other_checkpoints_and_another_sae_are_refused(series: tsae.CheckpointSe
         refuses(said, noise_null, of, by, table, QUICK, progress=False)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_the_command_reads_noise_where_checkpoints_are_at_hand(
     series_folder: Path, read: Read, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,7 +31,7 @@ def counted(chance: np.ndarray, rng: np.random.Generator, made: np.ndarray | Non
     return count
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_p_stays_valid_however_many_draws_it_had() -> None:
     """Under the null the exact p is uniform; nothing may be found below u more often than u."""
     rng, n = np.random.default_rng(0), 400_000

@@ -247,7 +247,7 @@ def test_groups_of_several_steps_are_not_mixed() -> None:
     assert found.table.reinforcement[0] == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.slow  # measures an error rate
+@pytest.mark.slow(ci=True)  # measures an error rate
 def test_nothing_is_found_where_advantage_and_features_are_independent() -> None:
     """Probabilities go with the features: it is advantages that are permuted, not probabilities."""
     rejected = []
@@ -301,7 +301,7 @@ def test_predictions_that_come_true_and_those_that_do_not() -> None:
         few.compare(feature_diff(world(n_problems=12), QUICK, progress=False))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_no_prediction_exceeds_chance_where_rewards_are_random() -> None:
     ps, few = [], DiffConfig(n_bootstrap=100, n_permutations=100)
     for seed in range(20):

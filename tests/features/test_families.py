@@ -243,7 +243,7 @@ def test_shifts_of_families_by_loops() -> None:
     assert family_shifts(table, rows, pd.Series(["none"] * 6), QUICK).empty
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_planted_families_are_found_counted_and_tested() -> None:
     table = story()
     diff = feature_diff(table, QUICK, annotator=by_token, families=KINDS, token_strings=STRINGS, progress=False)
@@ -260,7 +260,7 @@ def test_planted_families_are_found_counted_and_tested() -> None:
     assert "direct-answer (1 features)" in table_text(families(diff))
 
 
-@pytest.mark.slow  # draws many tables
+@pytest.mark.slow(ci=True)  # draws many tables
 def test_a_family_with_most_of_the_tokens_has_features_too() -> None:
     """Its lift cannot be 2: of 70 % of the tokens the share has to be half way to 1."""
     found = families_of(story(), {"most": ("sum", "filler", "answer"), "deliberation": ("plan",)})
@@ -269,7 +269,7 @@ def test_a_family_with_most_of_the_tokens_has_features_too() -> None:
     assert (found.family_share[:2] > 0.85).all()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_a_feature_of_few_problems_has_no_family() -> None:
     table = story()
     problem = table.rollouts.frame.problem_id.str[1:].astype(int).to_numpy()[table.trajectory[table.row_of_token]]
@@ -282,7 +282,7 @@ def test_a_feature_of_few_problems_has_no_family() -> None:
         assert found.family[1] == "basic-computation"
 
 
-@pytest.mark.slow  # draws many tables
+@pytest.mark.slow(ci=True)  # draws many tables
 def test_families_of_noise_are_few() -> None:
     """Features that know nothing of tokens, but are bursty and a problem's own."""
     table = story(n_problems=20)

@@ -459,7 +459,7 @@ def formatted(shares: dict[str, list[float]], n_problems: int, seed: int) -> Rol
     return rollouts_of(rows)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_convergence_on_one_format_is_found_and_none_where_there_is_none() -> None:
     found = format_table(formatted({"base": [0.5, 0.3, 0.2], "run": [0.95, 0.05]}, 40, 0), reference="base")
     run = found.set_index("policy").loc["run"]

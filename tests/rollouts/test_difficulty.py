@@ -162,7 +162,7 @@ def test_deals_in_blocks_are_those_of_all_at_once(monkeypatch: pytest.MonkeyPatc
     assert max(sizes) <= 100
 
 
-@pytest.mark.slow  # measures an error rate
+@pytest.mark.slow(ci=True)  # measures an error rate
 def test_where_nothing_changed_moves_are_those_of_chance() -> None:
     """p-values of 120 data sets in which both checkpoints solve every problem equally often."""
     rng = np.random.default_rng(5)

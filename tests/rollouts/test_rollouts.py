@@ -143,7 +143,7 @@ def in_a_process(code: str, *arguments: str | Path) -> subprocess.CompletedProce
     return subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_no_room_for_the_temporary_file_is_said(tmp_path: Path) -> None:
     file = many_tokens(600_000).write(tmp_path / "r.parquet")
     code = (

@@ -213,7 +213,7 @@ def texts_of_one_length(series: Any, fingerprint: str, tmp_path_factory: pytest.
     return tsae.capture(series.final(), rollouts, [SITE], to=tmp_path_factory.mktemp("equal") / "acts", progress=False)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 @lens_warning
 def test_sae_lens_evals_gives_the_same_numbers(
     texts_of_one_length: ActivationStore, series: Any, tmp_path: Path
@@ -356,7 +356,7 @@ def test_other_weights_than_those_captured_are_refused(store: ActivationStore, s
 # --- the command line
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_everything_from_the_command_line(
     banded: ActivationStore, series_folder: Path, sae: TemporalSAE, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

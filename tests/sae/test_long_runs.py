@@ -66,7 +66,7 @@ def whole(store: ActivationStore, tmp_path_factory: pytest.TempPathFactory) -> P
 # --- killed and resumed
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_a_run_killed_at_random_moments_ends_with_the_same_bits(store: ActivationStore, tmp_path: Path) -> None:
     folder = tmp_path / "sae"
     start(run, store.path, tmp_path / "whole", TRAINING).join()

@@ -50,7 +50,7 @@ def many(store: Path, folder: Path, training: TrainingConfig = SHORT) -> None:
     train_many(store, CONFIG, seeds=SEEDS, to=folder, training=training, progress=False)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_sites_and_seeds_give_what_each_gives_alone(store: ActivationStore, tmp_path: Path) -> None:
     config = SAEConfig(d_sae=32, k=3)
     training = TrainingConfig(tokens=4000, batch_tokens=100, save_every_steps=15, data_seed=7)
@@ -113,7 +113,7 @@ def test_windows_at_another_site_are_those_made_for_it(store: ActivationStore) -
 # --- killed and resumed
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_a_pass_killed_at_random_moments_ends_with_the_same_bits(one_site: ActivationStore, tmp_path: Path) -> None:
     folder = tmp_path / "many"
     last = folder / run_name("x.site", SEEDS[-1])
@@ -186,7 +186,7 @@ def test_a_kill_between_the_last_checkpoint_and_the_end(
 # --- progress and refusals
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_one_bar_counts_all_trainings(
     store: ActivationStore, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

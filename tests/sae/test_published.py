@@ -77,7 +77,7 @@ def test_files_of_other_libraries_give_their_codes(folder: Path, tmp_path: Path)
     assert torch.equal(again.encode(expected["x"]), codes)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 @pytest.mark.parametrize("folder", sorted(PUBLISHED.iterdir()), ids=lambda folder: folder.name)
 def test_damaged_files_are_refused_or_read(folder: Path, tmp_path: Path) -> None:
     """Whatever stands in them: other values, missing ones, flipped bits, cut ends. There is one error, ours."""
@@ -501,7 +501,7 @@ def test_one_that_keeps_its_promise_is_encoded_without_a_word(store: Any, tmp_pa
     assert check_published_fve(trained, store) is None
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_tokens_that_are_normalised_one_by_one_are_reconstructed_in_their_units(store: Any, tmp_path: Path) -> None:
     """Everywhere: in features, evaluation and where the reconstruction is spliced in."""
     from sae_lens import SAE

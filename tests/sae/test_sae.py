@@ -691,7 +691,7 @@ def test_evaluation_leaves_out_what_training_left_out(planted: Planted, trained:
     assert evaluate(sae, store, held_out=None).n_tokens == 12 * 30
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_few_trajectories_are_spread_over_all_readers(store: ActivationStore) -> None:
     sae = random_sae(site=SITE, d_sae=32, k=2)
     by_reader = [evaluate(sae, store.subset(readers=reader), held_out=None).fve for reader in store.readers]

@@ -65,7 +65,7 @@ print(json.dumps({{"ours": ours, "class": type(sae).__name__, "metadata": sae.cf
     return {**json.loads(done.stdout.splitlines()[-1]), **load_file(tmp_path / "found.safetensors")}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_plain_sae_lens_gives_the_same_bits(sae: TemporalSAE, x: torch.Tensor, tmp_path: Path) -> None:
     found = in_sae_lens_alone(sae.to_saelens(tmp_path / "exported"), x, tmp_path)
     assert found["ours"] == []
@@ -80,7 +80,7 @@ def test_plain_sae_lens_gives_the_same_bits(sae: TemporalSAE, x: torch.Tensor, t
     assert metadata["tsae"]["sae"]["k"] == 20
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_sae_lens_with_our_architecture_gives_the_same_bits(sae: TemporalSAE, x: torch.Tensor, tmp_path: Path) -> None:
     folder = sae.to_saelens(tmp_path / "exported", architecture="tsae_temporal")
     found = in_sae_lens_alone(folder, x, tmp_path, imports="import tsae.sae.saelens")
@@ -115,7 +115,7 @@ def test_sae_lens_reads_our_own_folder(sae: TemporalSAE, x: torch.Tensor, tmp_pa
     assert half.W_enc.dtype == torch.bfloat16
 
 
-@pytest.mark.slow  # starts a process
+@pytest.mark.slow(ci=True)  # starts a process
 def test_exporting_imports_no_sae_lens_and_refuses_other_architectures(sae: TemporalSAE, tmp_path: Path) -> None:
     sae.save(tmp_path / "sae")
     program = f"""

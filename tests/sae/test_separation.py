@@ -196,7 +196,7 @@ def found(planted: ActivationStore) -> Separation:
     return separation(saes, planted, annotator=parity, token_strings=[str(id) for id in range(10)])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_planted_separation_is_found(found: Separation) -> None:
     table = found.table().set_index(["sae", "group", "label"])
     accuracy, chance = table.accuracy, table.chance
@@ -230,7 +230,7 @@ def test_planted_separation_is_found(found: Separation) -> None:
     assert accuracy["temporal", "high", "class"] < 0.65
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_gains_are_differences_of_the_scores(found: Separation) -> None:
     table = found.table().set_index(["sae", "group", "label"]).accuracy
     gains = found.gain_table().set_index(["group", "label"])
@@ -245,7 +245,7 @@ def test_gains_are_differences_of_the_scores(found: Separation) -> None:
     json.dumps(found.as_dict(), allow_nan=True)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_what_cannot_be_probed_is_said(store: ActivationStore, tmp_path: Path) -> None:
     sae = random_sae(site="blocks.1.hook_resid_post", d_sae=32)
     found = separation({"sae": sae}, store, tokens_per_trajectory=2)
@@ -258,7 +258,7 @@ def test_what_cannot_be_probed_is_said(store: ActivationStore, tmp_path: Path) -
     refuses("no label can be probed", separation, {"sae": sae}, lonely)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_an_annotator_reads_every_trajectory_once(planted: ActivationStore) -> None:
     """With its own prompt and all of its tokens, whichever of them are probed."""
     strings, read = [str(id) for id in range(10)], []
@@ -276,7 +276,7 @@ def test_an_annotator_reads_every_trajectory_once(planted: ActivationStore) -> N
     assert read == [(f"prompt {row}", [strings[id] for id in rollouts.tokens(row)[1]]) for row in (4, 7, 9)]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_an_sae_of_one_group_is_probed_whole(planted: ActivationStore) -> None:
     sae = TemporalSAE(20, SAEConfig(d_sae=20, k=3, groups=(1.0,)), site="x.site")
     sae.load_state_dict(reading(BAND, OUTCOME, TOKEN, NOISE).state_dict())

@@ -172,7 +172,7 @@ def test_features_with_a_stability_are_encoded_again(tmp_path: Path) -> None:
     assert found.others == ("b",)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_stability_that_was_measured_after_encoding_is_given(
     trained: list[Path], store: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

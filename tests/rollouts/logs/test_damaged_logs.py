@@ -229,7 +229,7 @@ def long_texts(path: Path, *, rows: int, size: int) -> Path:
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 @pytest.mark.usefixtures("little_memory")
 def test_a_long_text_that_a_parquet_file_repeats(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """2,000 rows of 16 MB: 32 GB."""

@@ -349,7 +349,7 @@ def test_the_file_does_not_depend_on_who_reads(
         assert found[1] == found[2] == found[3]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_errors_of_workers_are_the_users(
     several: Path, policy: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
