@@ -112,8 +112,8 @@ def write_artefact(
     """Write an artefact in the place of the one that is there.
 
     All files are written under temporary names first: until then the earlier artefact stays, whatever happens. A kill
-    between the renames leaves a folder without manifest, which no reader takes for a whole one. The manifest's
-    temporary name is there from the beginning: by it such a folder is known as ours, however often it is killed.
+    between the renames leaves a folder without manifest, which no reader takes for a whole one. The manifest is written
+    under its temporary name before anything else. It shows that the folder is ours, even after several kills.
 
     Args:
         folder: missing ones are made.
@@ -135,7 +135,7 @@ def write_artefact(
     main = {} if content is None else {kind.main: partial(write_json, content=content)}
     writers: dict[str, Callable[[Path], object]] = {**main, **(files or {})}
     manifest = partial_name(folder / MANIFEST)
-    write_record(manifest, {**before, "kind": kind.name})
+    write_record(manifest, {"files": {}, **before, "kind": kind.name})
     try:
         with ExitStack() as stack:
             coming: dict[str, Path] = {}
@@ -161,7 +161,7 @@ def write_artefact(
         os.replace(manifest, folder / MANIFEST)
     except BaseException:
         if is_whole(folder) or not any((folder / name).exists() for name in writers):
-            manifest.unlink()
+            manifest.unlink(missing_ok=True)  # else it says whose files these are
         raise
     for lost in gone:
         removed(lost)  # at the URL, too
