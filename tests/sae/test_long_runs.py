@@ -126,6 +126,7 @@ def test_the_state_is_all_that_the_next_step_depends_on(
     """In the second epoch and in the third: an epoch is 7 batches."""
     for saves in (1, 2):
         folder = interrupted(monkeypatch, store, tmp_path / str(saves), saves)
+        assert len(list((folder / "checkpoint").iterdir())) == 1  # the older one is removed
         steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
         with (folder / "metrics.jsonl").open("a") as stream:
             stream.write('{"step": 999, "loss": 1.0}\n{"step": 10')
