@@ -54,6 +54,7 @@ from tsae.rollouts.logs.repeats import COLUMNS, Groups, drop_repeats, goes_back
 from tsae.rollouts.logs.templates import find_settings
 from tsae.rollouts.logs.tokens import Tokens, find_pads, strip, tokenizer_alone
 from tsae.rollouts.parquet import read_pieces, write_table
+from tsae.rollouts.problems import undated
 from tsae.rollouts.rewards import BY_NAME
 from tsae.rollouts.schema import LARGEST_REWARD, outcome_name
 from tsae.rollouts.token_parts import COLUMN, told
@@ -530,12 +531,16 @@ class LogImporter:
             what = f"its rewards add up to {reward:g}, expected {LARGEST_REWARD:g} at most"
             entry.refuse(what, "Correct or drop that row, or scale rewards down.")
         asked = prompt.ids.tobytes() if entry.prompt is None else json.dumps(entry.prompt, sort_keys=True, default=str)
+        rendered = prompt.text if entry.prompt is None else entry.prompt
+        if dated := isinstance(rendered, str) and (text := undated(rendered)) != rendered:
+            asked = text
         by_prompt = self.config.columns.by_prompt
         # Such an id is a hash of question and answer, so that two logs give the same problem the same id.
         own = f"{hash64(asked, *[entry.answer] * (not by_prompt)):016x}"
         problem, policy = own if by_prompt else entry.problem_id or own, self.policies.policy(entry, file)
         assumed = [] if entry.assumed is None else [f"responses {entry.assumed}"]
         assumed += [*prompt.assumed, *told(found, entry.sampled)]
+        assumed += ["prompts have the date of the day: equal questions of two days count as one problem"] * dated
         if entry.logprobs is not None and not len(entry.logprobs) and len(response.ids):
             assumed.append("responses have log-probabilities that are not a number for every token, and are left out")
             entry.logprobs = None

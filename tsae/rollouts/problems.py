@@ -7,6 +7,7 @@ unless that has been done, and is tokenised.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import isfinite
@@ -19,6 +20,11 @@ from tsae.errors import TsaeError, first_line, is_panic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_TODAY = re.compile(
+    r"^((?:Today(?:'s)? Date|Current date): )(?:\d{1,2} \w+ \d{4}|\w+ \d{1,2}, \d{4}|\d{4}-\d\d-\d\d)(?=\.?$)", re.M
+)
+"""The line of a chat template that tells the date of today."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,15 @@ def _text(record: Mapping[str, Any], name: str, kinds: Any = str | int | float) 
 def as_text(value: Any) -> str:
     """A value as text. If one is missing, pandas makes floats of whole numbers: 18.0 becomes 18."""
     return str(int(value) if isinstance(value, float) and value.is_integer() else value)
+
+
+def undated(prompt: str) -> str:
+    """A prompt without the date of today that a chat template wrote, so that a question is the same on two days.
+
+    Llama 3 and SmolLM3 write "Today Date: 26 Jul 2024", Granite "Today's Date: July 26, 2024.", gpt-oss "Current date:
+    2024-07-26", each on a line of its own.
+    """
+    return _TODAY.sub(r"\1", prompt)
 
 
 def tokenize(

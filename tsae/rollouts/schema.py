@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from tsae.errors import TsaeError
 from tsae.rollouts.parquet import list_lengths, refuse_twice
+from tsae.rollouts.problems import undated
 from tsae.rollouts.token_parts import FIELD as PARTS_FIELD
 from tsae.rollouts.token_parts import check_parts
 
@@ -124,7 +125,7 @@ def check_same_problems(tables: Sequence[tuple[pa.Table, str]]) -> None:
     for table, where in tables:
         first = np.flatnonzero(~table["problem_id"].to_pandas().duplicated())
         for row in table.select(["problem_id", "prompt", "answer"]).take(pa.array(first)).to_pylist():
-            id, prompt, answer = row["problem_id"], row["prompt"] or "", row["answer"] or ""
+            id, prompt, answer = row["problem_id"], undated(row["prompt"] or ""), row["answer"] or ""
             other, told, place = known.setdefault(id, (prompt, answer, where))
             if prompt not in other and other not in prompt and (answer != told or not answer):
                 raise TsaeError(

@@ -13,11 +13,13 @@ import pytest
 from support.checkpoints import ASK, TEMPLATES, TURNS, make_tokenizer
 from support.logs import refused
 from tsae.activations.shard import span_mask
+from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.importing import import_log
 from tsae.rollouts.logs.templates import ChatTemplate
 from tsae.rollouts.problems import encode_prompt
+from tsae.rollouts.table import Rollouts
 
 CASES = [(name, thinking) for name in TEMPLATES for thinking in ((True, False) if name == "qwen3" else (None,))]
 
@@ -123,6 +125,31 @@ def test_a_date_that_a_template_writes_is_read_off_the_text() -> None:
     assert found is not None
     assert found.ids == list(ids)
     assert found.arguments == {"date_string": "26 Jul 2024"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["Today Date: {} Jul 2024", "Today Date: {} July 2024", "Today's Date: July {}, 2024.", "Current date: 2024-07-{}"],
+)
+def test_the_date_that_a_template_writes_does_not_make_another_problem(tmp_path: Path, line: str) -> None:
+    """Llama 3, SmolLM3, Granite and gpt-oss: a run goes past midnight, or is sampled again the next day."""
+    log = [
+        {"prompt": f"system\n{line.format(day)}\n\nuser\n{a}+1?", "response": f"#{a}", "reward": 1.0, "step": day}
+        for day in (26, 27)
+        for a in (1, 2)
+    ]
+    make_tokenizer("llama3").save_pretrained(tmp_path / "tokenizer")
+    policy = Checkpoint("base", str(tmp_path / "tokenizer"))
+    found = Rollouts.read(log, policy)
+    assert any(note.startswith("4 prompts have the date of the day:") for note in found.info["log"]["notes"])
+    assert found.frame.groupby("problem_id").step.agg(list).tolist() == [[26, 27]] * 2
+    numbered = [{**row, "problem_id": str(i % 2)} for i, row in enumerate(log)]
+    days = [Rollouts.read([row for row in numbered if row["step"] == day], policy) for day in (26, 27)]
+    assert {*Rollouts.read(numbered, policy).frame.problem_id} == {"0", "1"}
+    assert Rollouts.concat(days).n_problems == 2
+    # What the question itself tells is a part of it.
+    asked = [{**row, "prompt": f"Current date: 2024-07-{26 + i}, what day is it?"} for i, row in enumerate(log)]
+    assert Rollouts.read(asked, policy).n_problems == 4
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
