@@ -184,6 +184,21 @@ def _counted(path: Path) -> tuple[tuple[int, int | str], ...]:
     return tuple((0, int(part)) if part.isdecimal() else (1, part) for part in parts)
 
 
+def _without_replaced(found: list[LogFile]) -> tuple[list[LogFile], list[str]]:
+    """The files, without steps that a later folder of their run has again or went back behind; a note on these."""
+    first, kept = dict[str, int](), set[Path]()
+    for file in sorted(found, key=lambda f: (_counted(f.path.parent), f.step or 0), reverse=True):
+        if file.step is None:
+            kept.add(file.path)
+        elif file.step < first.get(file.run, file.step + 1):
+            kept.add(file.path)
+            first[file.run] = file.step
+    left = [file for file in found if file.path in kept]
+    n = len(found) - len(left)
+    note = f"files left out, because a later folder has their steps again or went back behind them: {n:,}"
+    return left, [note] * (n > 0)
+
+
 def _ordered(
     form: Format, files: Sequence[Path], path: Path, config: ImportConfig
 ) -> tuple[Format, list[LogFile], list[str]]:
@@ -221,10 +236,14 @@ def _ordered(
     notes += held_out
     found.sort(key=lambda f: (f.run, -1 if f.step is None else f.step, _counted(f.path)))
     if form.files.a_file_a_step:
+        if "repeated" in config.skip:
+            found, left_out = _without_replaced(found)
+            notes += left_out
         for a, b in pairwise(found):
             if a.step is not None and (a.run, a.step) == (b.run, b.step):
                 what = f"step {a.step} of run {a.run} is here and in {a.path}"
-                raise TsaeError(what, where=b.path, fix="Give the folder of one of them.")
+                fix = "Give the folder of one of them; if the later one resumed the other, --skip repeated reads both."
+                raise TsaeError(what, where=b.path, fix=fix)
     runs = list(dict.fromkeys(file.run for file in found))
     if len(runs) > 1 and all(run.startswith(("run-", "offline-run-")) for run in runs):
         notes.append(f"{len(runs)} runs of wandb: if they are one training that was resumed, say --run NAME")

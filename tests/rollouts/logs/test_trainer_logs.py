@@ -441,7 +441,25 @@ def test_steps_that_do_not_fit_their_files(chat: Checkpoint, tmp_path: Path) -> 
     refused(r"7\.jsonl:1: is of step 1 in a file of step 7", read, write(tmp_path / "a" / "7.jsonl", *rows), chat)
     for i, name in enumerate(("a", "b")):
         write(tmp_path / "runs" / name / "1.jsonl", *rows[i:])
-    refused("step 1 of run ours is here and in", read, tmp_path / "runs", chat, run="ours")
+    message = "step 1 of run ours is here and in .* if the later one resumed the other, --skip repeated"
+    refused(message, read, tmp_path / "runs", chat, run="ours")
+
+
+@pytest.mark.parametrize(("form", "name"), [("nemo-rl", "train_data_step{}.jsonl"), ("verl", "{}.jsonl")])
+def test_of_two_folders_of_a_resumed_run_the_later_counts(
+    chat: Checkpoint, tmp_path: Path, form: str, name: str
+) -> None:
+    """NeMo-RL begins a folder at every start: the tenth went on from step 1, so step 3 of the ninth is lost as well."""
+    for folder, steps in (("exp_009", (1, 2, 3)), ("exp_010", (2, 4))):
+        for step in steps:
+            (tmp_path / "logs" / folder).mkdir(parents=True, exist_ok=True)
+            text = (LOGS / form / name.format(1)).read_text().replace('"step": 1', f'"step": {step}')
+            (tmp_path / "logs" / folder / name.format(step)).write_text(text)
+    found = read(tmp_path / "logs", chat, skip=("repeated",), run="ours")
+    assert found.frame.step.value_counts().to_dict() == dict.fromkeys(
+        (1, 2, 4), len(rows_of(LOGS / form / name.format(1)))
+    )
+    assert any(note.endswith("went back behind them: 2") for note in found.info["log"]["notes"])
 
 
 @pytest.mark.parametrize(
