@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from inspect import Parameter, signature
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -151,12 +152,16 @@ def test_an_sae_under_a_callers_training_leaves_gradients_to_the_caller() -> Non
         assert sae.decode(codes).is_inference()
 
 
-def test_every_public_function_runs_in_the_usual_state() -> None:
+def test_every_public_function_runs_in_the_usual_state_and_takes_switches_by_name() -> None:
+    """A bar is shown unless the caller says otherwise; `watch` prints what it does."""
     for name in tsae.__all__:
         found = getattr(tsae, name)
         if isinstance(found, FunctionType):
             assert pickle.dumps(found), name  # which finds it by its name
             assert found.__module__ == "tsae", name
+            switches = [p for p in signature(found).parameters.values() if str(p.annotation) == "bool"]
+            assert {p.kind for p in switches} <= {Parameter.KEYWORD_ONLY}, name
+            assert all(p.default is (name != "watch") for p in switches if p.name == "progress"), name
 
 
 def test_a_generator_leaves_the_caller_alone_between_two_values() -> None:

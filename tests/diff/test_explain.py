@@ -23,7 +23,7 @@ from support.servers import ChatServer, oracle, serving
 from tsae import FeatureDiff
 from tsae.cli import main
 from tsae.diff.config import ExplainConfig
-from tsae.diff.explain import Explanations, balanced_accuracy, explain
+from tsae.diff.explain import Explanations, balanced_accuracy, explain, scored
 from tsae.diff.label_contexts import CLOSE, OPEN, Contexts, Window
 from tsae.diff.llm_labeller import ANSWERS, LONGEST, _content, _read, read_label, read_verdicts
 from tsae.errors import TsaeError
@@ -243,7 +243,8 @@ def test_an_answer_that_was_cut_is_none_and_its_cost_is_a_count(
     changes: dict[str, Any], text: str, used: int | None
 ) -> None:
     usage = {"total_tokens": changes.pop("total", 7)}
-    assert _content({"choices": [{"message": {"content": "[1]"}, **changes}], "usage": usage}) == (text, used)
+    choices = [{"message": {"content": "[1]"}, **changes}, {"message": {"content": "another"}}]
+    assert _content({"choices": choices, "usage": usage}) == (text, used)
 
 
 def test_balanced_accuracy_by_hand() -> None:
@@ -449,7 +450,37 @@ def test_the_command_labels_a_run_and_says_what_is_missing(
     assert "tsae: --server.url: is missing" in fails(capsys, *words, "--server.model", "m").err
 
 
-def test_runs_of_marked_tokens_stand_in_brackets() -> None:
-    marks = np.array([True, True, False, False, True])
+@pytest.mark.parametrize(("marked", "shown"), [("ab e", "[ab]cd[e]"), (" b de", "a[b]c[de]")])
+def test_runs_of_marked_tokens_stand_in_brackets(marked: str, shown: str) -> None:
+    marks = np.array([letter in marked for letter in "abcde"])
     window = Window(0, tuple("abcde"), np.zeros(5), marks, "base")
-    assert window.marked == f"{OPEN}ab{CLOSE}cd{OPEN}e{CLOSE}"
+    assert window.marked == shown.replace("[", OPEN).replace("]", CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("label", "kind"),
+    [("punctuation", "!;?.,:()-+*/"), ("words with a capital letter", "ABCDEFGHIJKL"), ("numbers", "0123456789²³")],
+)
+def test_kinds_of_tokens_are_labels(label: str, kind: str) -> None:
+    diff = planted([*kind, "x", " ", "y", "\t", "z"])
+    codes = np.zeros((len(diff.source.token_ids), 6))
+    codes[:, 0] = (diff.source.token_ids < len(kind)) * np.random.default_rng(0).random(len(codes))
+    found = explain(with_codes(diff, codes), replace(CONFIG, choose=(0,)), progress=False)
+    assert found.table.label.tolist() == [label]
+
+
+def test_answered_counts_the_tests_of_a_label_and_not_those_of_its_control(diff: FeatureDiff) -> None:
+    class Silent:
+        """Answers no test of a label, and all of the controls'."""
+
+        name, asked = "silent", 0
+
+        def labels(self, cases: Any) -> list[str]:
+            return ["a"] * len(cases)
+
+        def judge(self, tasks: Any) -> list[list[bool | None]]:
+            self.asked += 1
+            return [[None if self.asked == 1 else True] * len(windows) for _, _, windows in tasks]
+
+    contexts = Contexts(diff.source, CONFIG, diff.info["token_strings"])
+    assert (scored([contexts.case(0), contexts.case(1)], Silent(), CONFIG).answered == 0).all()

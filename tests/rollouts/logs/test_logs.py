@@ -123,11 +123,15 @@ def test_files_of_the_user_are_not_replaced(policy: Checkpoint, tmp_path: Path) 
         assert len(list(kept.iterdir())) == 3
 
 
-def test_answers_that_pandas_made_floats_are_whole_numbers(policy: Checkpoint, tmp_path: Path) -> None:
+def test_answers_and_ids_that_pandas_made_floats_are_whole_numbers(policy: Checkpoint, tmp_path: Path) -> None:
     rows = [{**BARE, "answer": 2.0}, {**BARE, "answer": 2}, {**BARE, "answer": 0.5}, {**BARE, "answer": [2.0]}]
     found = read(write(tmp_path / "log.jsonl", *rows), policy, verifier="exact")
     assert column(found, "answer") == ["2", "2", "0.5", "2"]
     assert found.n_problems == 2
+    numbered = pd.DataFrame([{**BARE, "problem_id": 1}, {**BARE, "prompt": "2?", "problem_id": None}])
+    ids = Rollouts.read(numbered, policy).frame.problem_id
+    assert ids[0] == "1"
+    assert len(ids[1]) == 16  # a hash of the prompt
 
 
 def test_a_log_uses_the_chat_template(tmp_path: Path) -> None:
