@@ -150,9 +150,7 @@ def analyze_checked(config: RunConfig, *, progress: bool = True, say: Callable[[
             say(visible(what.splitlines()[0]))
 
 
-def analyze_state(
-    config: RunConfig, state: State, *, progress: bool = True, say: Callable[[str], None] = print
-) -> FeatureDiff:
+def analyze_state(config: RunConfig, state: State, *, progress: bool, say: Callable[[str], None]) -> FeatureDiff:
     """Analyse what there is of a training run; see `analyze_run`."""
     sae = None if config.sae is None else tsae.load_sae(config.sae, site=config.site, device=config.device)
     known, series = read_source(config.source), state.series

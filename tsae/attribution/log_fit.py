@@ -31,7 +31,7 @@ def check_settings(
     rows_by_step: Mapping[int, np.ndarray],
     settings: RunSettings,
     notes: list[str],
-    history: History | None = None,
+    history: History | None,
 ) -> Rollouts:
     """Compare the log with the trainer's settings, and give it the advantages that the trainer used.
 

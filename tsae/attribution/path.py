@@ -201,7 +201,7 @@ def known_of(path: Replayed, rows: np.ndarray, *, elsewhere: bool = False) -> Kn
     return Known(old, ref, advantage)
 
 
-def train_on(path: Replayed, kept: np.ndarray, *, progress: bool = True) -> torch.Tensor:
+def train_on(path: Replayed, kept: np.ndarray, *, progress: bool) -> torch.Tensor:
     """Really train again on some of the samples.
 
     The loss weighs and clips the logged responses by ratios to the probabilities that they had in the run. Leaving a

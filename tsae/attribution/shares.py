@@ -359,7 +359,7 @@ def fits(run: Run, n: int, memory: int) -> bool:
     return n * len(run.trained) * (_BYTES + 8) <= memory
 
 
-def simulate(path: Replayed, kept: np.ndarray, *, again: Again = "on-policy", progress: bool = True) -> torch.Tensor:
+def simulate(path: Replayed, kept: np.ndarray, *, again: Again = "on-policy", progress: bool) -> torch.Tensor:
     """Simulate trainings on subsets of the samples.
 
     Args:

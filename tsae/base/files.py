@@ -113,7 +113,7 @@ def write_json(path: str | Path, content: Any) -> Path:
     return write_text(path, json.dumps(content, indent=2, ensure_ascii=False, default=_plain) + "\n")
 
 
-def write_first(path: str | Path, content: Any, write: Callable[[Path, Any], Path] = write_json) -> None:
+def write_first(path: str | Path, content: Any, write: Callable[[Path, Any], Path]) -> None:
     """Write JSON unless the file is there: of several processes that do this at once, one writes.
 
     Raises:

@@ -86,12 +86,12 @@ def causal_tests(
     config: CausalConfig,
     *,
     to: Path,
-    page: Path | None = None,
-    verifier: str | None = None,
-    seed: int = 0,
-    device: str = "cpu",
-    minutes: float | None = None,
-    progress: bool = True,
+    page: Path | None,
+    verifier: str | None,
+    seed: int,
+    device: str,
+    minutes: float | None,
+    progress: bool,
 ) -> Tested:
     """Run those of the planned tests whose results are not there yet. Each has a folder of its own.
 

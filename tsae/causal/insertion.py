@@ -116,7 +116,7 @@ def insert_discoveries(
     series: CheckpointSeries,
     sae: TemporalSAE | str | Path,
     features: FeatureTable | str | Path,
-    n: int = 5,
+    n: int,
 ) -> pd.DataFrame:
     """`insertion` for the clearest discoveries of a diff: n shifts of every checkpoint, and n outcome effects of the
     base, each read by the side on which the feature is stronger (for outcomes, by the base).

@@ -209,7 +209,7 @@ class CheckpointSeries:
         return replace(self, notes=tuple(notes))
 
     @classmethod
-    def _from_json(cls, file: Path, without: Collection[Path] = ()) -> CheckpointSeries:
+    def _from_json(cls, file: Path, without: Collection[Path]) -> CheckpointSeries:
         checkpoints = []
         try:
             content: dict[str, Any] = parse_json(file.read_text(encoding="utf-8"))

@@ -231,7 +231,7 @@ def _with_results(
     diff: tsae.FeatureDiff,
     folder: Path,
     *,
-    tests: Sequence[Path] | None = None,
+    tests: Sequence[Path] | None,
     labels: Path | None = None,
     attribution: Path | None = None,
 ) -> _Results:

@@ -234,7 +234,7 @@ def _pass_hover(row: pd.Series) -> str:
     return text
 
 
-def write_difficulty(difficulty: Difficulty, path: str | Path, *, title: str | None = None) -> Path:
+def write_difficulty(difficulty: Difficulty, path: str | Path, *, title: str | None) -> Path:
     """Write the page.
 
     Raises:

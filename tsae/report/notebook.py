@@ -310,7 +310,7 @@ def _effects_card(feature: Feature) -> str:
 
 
 def show_problem(
-    rollouts: Rollouts, problem: str, *, policy: str | None = None, n: int = 8, checkpoint: Checkpoint | None = None
+    rollouts: Rollouts, problem: str, *, policy: str | None, n: int, checkpoint: Checkpoint | None
 ) -> None:
     """See `Rollouts.show`."""
     refuse(rollouts.origin, (n < 1, f"n={n} is too small a number of responses", "Show at least one."))
@@ -343,10 +343,10 @@ def show_problem(
 def show_trajectory(
     features: FeatureTable,
     trajectory: int,
-    chosen: int | Sequence[int] | None = None,
+    chosen: int | Sequence[int] | None,
     *,
-    reader: str | None = None,
-    checkpoint: Checkpoint | None = None,
+    reader: str | None,
+    checkpoint: Checkpoint | None,
 ) -> None:
     """See `FeatureTable.show`."""
     reader = reader or features.readers[0]

@@ -44,7 +44,7 @@ def print_run(
     page: Path,
     evaluation: Evaluation | None = None,
     *,
-    everything: bool = False,
+    everything: bool,
 ) -> None:
     """What a run's analysis found: the verdicts, or everything; and where its page is."""
     if everything:

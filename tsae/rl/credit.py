@@ -215,7 +215,7 @@ def sae_of(features: FeatureTable, *names: str) -> dict[str, Any]:
     return {name: found[name] for name in names}
 
 
-def open_reference(reference: Checkpoint, site: str, d_model: int, *, device: str = "cpu") -> HuggingFaceReader:
+def open_reference(reference: Checkpoint, site: str, d_model: int, *, device: str) -> HuggingFaceReader:
     """Load the reference to read at the SAE's site.
 
     Raises:

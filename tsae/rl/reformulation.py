@@ -161,7 +161,7 @@ def read_word_problems(path: str | Path) -> tuple[list[Problem], dict[str, str]]
 
 
 def reformulate_words(
-    problems: Iterable[Problem], solutions: Mapping[str, str] | None = None
+    problems: Iterable[Problem], solutions: Mapping[str, str] | None
 ) -> tuple[list[Reformulation], list[LeftOut]]:
     """Hide every number of every question in turn.
 

@@ -193,7 +193,7 @@ def find_bands(
     return Bands(rows, info, where)
 
 
-def halves(frame: pd.DataFrame, reference: str | None, *, shuffled: bool = False) -> pd.Series:
+def halves(frame: pd.DataFrame, reference: str | None, *, shuffled: bool) -> pd.Series:
     """0 or 1 for every trajectory: its rank within problem and policy modulo 2; see `find_bands`.
 
     Args:

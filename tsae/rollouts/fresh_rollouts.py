@@ -57,7 +57,7 @@ def fresh_rollouts(
     verify: Verifier | None = None,
     server: ServerConfig | None = None,
     minutes: float | None = None,
-    progress: bool = True,
+    progress: bool,
 ) -> Rollouts:
     """Sample every problem from every checkpoint.
 
@@ -117,7 +117,7 @@ def answered_anew(
     measured_on: pd.DataFrame | None = None,
     server: ServerConfig | None = None,
     minutes: float | None = None,
-    progress: bool = True,
+    progress: bool,
 ) -> Rollouts:
     """Fresh rollouts of the problems of a log, with its bands and what else is known of it.
 

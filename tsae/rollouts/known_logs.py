@@ -64,7 +64,7 @@ else:
 """Names for --format."""
 
 
-def formats_text(width: int = 100) -> str:
+def formats_text(width: int) -> str:
     """The table of docs/logs.md for a terminal."""
     parts = []
     for known in KNOWN:

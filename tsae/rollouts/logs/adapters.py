@@ -78,9 +78,7 @@ def by_row(entry: EntryOf, split: SplitRow | None = None) -> Parser:
     return lambda file, config: each_row(file, config, entry, split)
 
 
-def each_row(
-    file: LogFile, config: ImportConfig, entry: EntryOf, split: SplitRow | None = None
-) -> Iterator[Entry | Unusable]:
+def each_row(file: LogFile, config: ImportConfig, entry: EntryOf, split: SplitRow | None) -> Iterator[Entry | Unusable]:
     """The trajectories of every row of a file.
 
     Raises:
@@ -295,7 +293,7 @@ def masked_entry(
     step: int | None,
     key: str | None,
     updates: int | None = None,
-    logprobs: Any = None,
+    logprobs: Any,
 ) -> Entry:
     """The entry of a row with ``token_ids`` and ``advantages`` (a number, or one a token).
 

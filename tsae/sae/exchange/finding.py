@@ -34,7 +34,7 @@ _FILES = (
 """Of one SAE, in any of the formats."""
 
 
-def find_foreign(where: str | Path, site: str | None = None) -> tuple[Path, FoundSAE | None]:
+def find_foreign(where: str | Path, site: str | None) -> tuple[Path, FoundSAE | None]:
     """The local path of an SAE, and its content where tsae did not write it.
 
     Args:

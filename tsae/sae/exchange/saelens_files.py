@@ -180,7 +180,7 @@ class FoundSAE(NamedTuple):
     """Of sae_lens's cfg.json; ``promised`` holds the FVE and L0 that its makers name, where they do."""
 
 
-def load_folder(folder: Path, site: str | None = None) -> FoundSAE:
+def load_folder(folder: Path, site: str | None) -> FoundSAE:
     """Load and check cfg.json and sae_weights.safetensors.
 
     Args:
@@ -207,7 +207,7 @@ def load_weights(file: Path) -> dict[str, torch.Tensor]:
 
 
 def from_lens(
-    config: dict[str, Any], weights: dict[str, torch.Tensor], where: str | Path, site: str | None = None
+    config: dict[str, Any], weights: dict[str, torch.Tensor], where: str | Path, site: str | None
 ) -> FoundSAE:
     """An SAE in the form of sae_lens 6.
 

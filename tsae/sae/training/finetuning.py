@@ -132,7 +132,7 @@ _TOKENS = 16_384
 
 
 @torch.no_grad()
-def warm_start(published: TemporalSAE | str | Path, store: Source, config: SAEConfig | None = None) -> TemporalSAE:
+def warm_start(published: TemporalSAE | str | Path, store: Source, config: SAEConfig | None) -> TemporalSAE:
     """The T-SAE before its first step.
 
     Args:
