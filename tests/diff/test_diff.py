@@ -441,6 +441,7 @@ def test_the_clearest_shifts_are_printed_with_what_decides(diff: FeatureDiff) ->
     assert head == "feature responds to checkpoint Δ (sd) interval active % q past all controls"
     assert str(top) in str(diff)
     assert str(diff).startswith(f"{diff!r}\nrun: ")
+    assert "index" not in top.columns
     assert type(top[["feature", "q"]]) is pd.DataFrame
 
 

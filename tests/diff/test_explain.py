@@ -24,8 +24,8 @@ from tsae import FeatureDiff
 from tsae.cli import main
 from tsae.diff.config import ExplainConfig
 from tsae.diff.explain import Explanations, balanced_accuracy, explain, scored
-from tsae.diff.label_contexts import CLOSE, OPEN, Contexts, Window
-from tsae.diff.llm_labeller import ANSWERS, LONGEST, _content, _read, read_label, read_verdicts
+from tsae.diff.label_contexts import CLOSE, OPEN, Case, Contexts, Window
+from tsae.diff.llm_labeller import ANSWERS, LONGEST, _content, _label_prompt, _read, read_label, read_verdicts
 from tsae.errors import TsaeError
 
 pytestmark = pytest.mark.slow(ci=True)
@@ -116,7 +116,11 @@ def test_held_out_contexts_come_from_other_problems(diff: FeatureDiff) -> None:
         assert WORDS[2] in window.texts
     assert all(WORDS[2] in w.texts for w in case.active)
     assert all((w.values == 0).all() for w in case.inactive)
-    assert {w.reader for w in case.active} == {"base", "up-run"}
+    # Both readers give half of the strongest, and the text on which they differ most comes first.
+    assert [w.reader for w in case.active[: CONFIG.strongest]] == ["up-run"] * 3 + ["base"] * 3
+    gaps = [trained.values.max() - base.values.max() for base, trained in case.compared]
+    assert gaps == sorted(gaps, reverse=True)
+    assert len(gaps) == CONFIG.compared
     for base, trained in case.compared:
         assert (base.reader, trained.reader) == ("base", "up-run")
         assert base.texts == trained.texts
@@ -457,6 +461,12 @@ def test_runs_of_marked_tokens_stand_in_brackets(marked: str, shown: str) -> Non
     assert window.marked == shown.replace("[", OPEN).replace("]", CLOSE)
 
 
+def test_strengths_of_a_prompt_go_from_one_to_nine() -> None:
+    weak, strong = (Window(0, ("a", "b"), np.array([x, 0.0]), np.array([True, False]), "base") for x in (0.01, 2.0))
+    asked = _label_prompt(Case(0, 2.0, active=(weak, strong), inactive=(), compared=(), tests={}))[-1]["content"]
+    assert [shown["strength"] for shown in json.loads(asked[asked.index("{") :])["active"]] == [[["a", 1]], [["a", 9]]]
+
+
 @pytest.mark.parametrize(
     ("label", "kind"),
     [("punctuation", "!;?.,:()-+*/"), ("words with a capital letter", "ABCDEFGHIJKL"), ("numbers", "0123456789²³")],
@@ -466,6 +476,29 @@ def test_kinds_of_tokens_are_labels(label: str, kind: str) -> None:
     codes = np.zeros((len(diff.source.token_ids), 6))
     codes[:, 0] = (diff.source.token_ids < len(kind)) * np.random.default_rng(0).random(len(codes))
     found = explain(with_codes(diff, codes), replace(CONFIG, choose=(0,)), progress=False)
+    assert found.table.label.tolist() == [label]
+
+
+@pytest.mark.parametrize(
+    ("label", "low", "high"),
+    [
+        ("tokens of the prompt", -math.inf, -1e-9),
+        ("tokens of the response", 0.0, 1.0),
+        ("the first tenth of the response", 0.0, 0.1),
+        ("the last tenth of the response", 0.9, 1.0),
+    ],
+)
+def test_places_of_tokens_are_labels(label: str, low: float, high: float) -> None:
+    """Of prompts of 5 tokens and responses of 21."""
+    rng = np.random.default_rng(0)
+    rollouts = make_rollouts(("base",), n_problems=40, n_samples=1, seed=1)
+    for name, n in (("prompt_ids", 5), ("response_ids", 21)):
+        rollouts = rollouts.with_column(name, rng.integers(0, 17, (40, n)).tolist())
+    place = np.tile(np.arange(-5, 21) / 20, 40)
+    codes = np.zeros((len(place), 6))
+    codes[:, 0] = ((place >= low) & (place <= high)) * rng.random(len(place))
+    source = feature_table(rollouts, codes, [("base", np.arange(40))])
+    found = explain(replace(planted(), source=source), replace(CONFIG, choose=(0,)), progress=False)
     assert found.table.label.tolist() == [label]
 
 
