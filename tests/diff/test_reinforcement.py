@@ -19,7 +19,14 @@ from support.builders import feature_table, make_rollouts
 from support.refusals import refuses
 from tsae import DiffConfig, FeatureTable, Rollouts, TsaeError, feature_diff, reinforcement
 from tsae.diff.comparisons import Rows
-from tsae.diff.reinforcement import Samples, graded_groups, relative_probabilities, response_logprobs, spearman
+from tsae.diff.reinforcement import (
+    Samples,
+    _full_length,
+    graded_groups,
+    relative_probabilities,
+    response_logprobs,
+    spearman,
+)
 from tsae.report.terminal import reinforcement_text
 
 QUICK = DiffConfig(n_bootstrap=100, n_permutations=400)
@@ -319,6 +326,8 @@ def test_rank_correlations_agree_with_scipy() -> None:
     a, b = rng.integers(0, 5, size=(6, 9)).astype(float), rng.normal(size=(6, 9))
     np.testing.assert_allclose(spearman(a, b), [spearmanr(x, y).statistic for x, y in zip(a, b, strict=True)])
     assert spearman(np.ones((1, 4)), b[:1, :4]) == [0]
+    # Spearman and Brown: two halves that correlate at .5 make a whole of .67.
+    assert [_full_length(r) for r in (0.5, 0.0, -0.2, -1.0)] == [pytest.approx(2 / 3), 0, 0, 0]
 
 
 def with_rollouts(table: FeatureTable, rollouts: Rollouts) -> FeatureTable:
