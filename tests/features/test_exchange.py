@@ -107,11 +107,11 @@ def lines(file: Path) -> list[dict[str, Any]]:
 def test_neuronpedias_files_have_its_columns(
     features: FeatureTable, sae: TemporalSAE, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = Neuronpedia("tiny", "1-tsae", "user")
+    names = Neuronpedia("tiny", "1-tsae-4k", "user")
     strings = {str(i): f" t{i}" for i in range(20)}
     hostile = '"\n<script>'
     write_neuronpedia(features, sae, tmp_path, names, strings, labels={2: hostile}, labeller="rules")
-    folder = tmp_path / "tiny" / "1-tsae"
+    folder = tmp_path / "tiny" / "1-tsae-4k"
     for kind, fields in FIELDS.items():
         records = lines(folder / kind / "batch-0.jsonl.gz")
         assert records
@@ -142,11 +142,20 @@ def test_neuronpedias_files_have_its_columns(
     assert (label["index"], label["description"]) == ("2", hostile)
     assert {value for name, value in label.items() if name.startswith("umap_")} == {0}
     assert all(record["hasVector"] for record in neurons)
+    assert {record["sourceSetName"] for record in neurons} == {"tsae-4k"}
     monkeypatch.setattr(exchange, "_BEFORE", 1)
     monkeypatch.setattr(exchange, "_AFTER", 1)
+    monkeypatch.setattr(exchange, "_TOP", 2)
     write_neuronpedia(features, sae, tmp_path / "short", names, strings)
-    contexts = lines(tmp_path / "short" / "tiny" / "1-tsae" / "activations" / "batch-0.jsonl.gz")
+    contexts = lines(tmp_path / "short" / "tiny" / "1-tsae-4k" / "activations" / "batch-0.jsonl.gz")
     assert max(len(record["tokens"]) for record in contexts) == 3
+    # After the two strongest come steps of activation: between which values, and which share of the peaks is there.
+    top = max(record["maxValue"] for record in contexts if record["index"] == "0")
+    binned = [record for record in contexts if record["index"] == "0" and record["binContains"] < 1]
+    assert len(binned) > 5
+    for record in binned:
+        assert record["binMin"] <= record["maxValue"] <= record["binMax"]
+        assert record["binMax"] - record["binMin"] == pytest.approx(top / exchange._BINS)
 
 
 @pytest.fixture(scope="module")
