@@ -153,6 +153,17 @@ def test_a_checkpoint_rewritten_during_a_capture_is_refused(
     assert contents(folder) == contents(whole)
 
 
+def test_checkpoints_that_a_store_has_read_are_seen_to_be_rewritten(
+    series_folder: Path, whole: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(series_folder, tmp_path / "series")
+    series = CheckpointSeries.load(tmp_path / "series")
+    series = replace(series, checkpoints=(*series, replace(series["easy-10"], id="saved-later", step=20)))
+    assert recording.rewritten_checkpoints(whole, series) == []
+    rewrite(tmp_path / "series" / "easy-10")
+    assert recording.rewritten_checkpoints(whole, series) == ["easy-10"]
+
+
 def test_a_base_rewritten_before_it_is_fingerprinted_is_refused(
     again: Again, series_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
