@@ -227,6 +227,7 @@ def test_verdicts_are_read_by_their_form() -> None:
     assert read_verdicts("[1, 0,1]", 3) == [True, False, True]
     assert read_verdicts("Of [1] the texts: [0, 1]", 2) == [False, True]
     assert read_verdicts(" 1\n", 1) == [True]
+    assert read_verdicts("yes", 1) is None
     assert read_verdicts("<think>[0, 0, 0]</think>[1, 0, 1]. I repeat: [1, 0, 1]", 3) == [True, False, True]
     no_answers = ("[1, 0]", "[1, 2, 0]", "yes, no, yes", "[1, 0, 1, 1]", "")
     for answer in (*no_answers, "<think>The example was [1, 0, 1]. Text 1", "Not [1, 1, 1] as text 1 asks: [0, 1, 0]"):
