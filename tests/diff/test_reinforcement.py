@@ -236,6 +236,14 @@ def test_checkpoints_read_the_probabilities_of_what_they_sampled(llama: Path, fi
     np.testing.assert_allclose(found, expected, rtol=1e-4)
     other = tsae.CheckpointSeries((tsae.Checkpoint("other", str(llama)),))
     assert response_logprobs(rollouts, rows, other) is None
+    # A log that lacks them gives the same as a log that has them.
+    rollouts, every = rollouts.with_advantages(), np.arange(len(rollouts))
+    n_tokens = int((rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")).sum())
+    table = feature_table(rollouts, np.random.default_rng(0).random((n_tokens, 3)), [("base", every)])
+    read = reinforcement(table, QUICK, series=tsae.CheckpointSeries((checkpoint,)))
+    logged = rollouts.with_column("logprob", response_logprobs(rollouts, every, tsae.CheckpointSeries((checkpoint,))))
+    pd.testing.assert_frame_equal(read.table, reinforcement(with_rollouts(table, logged), QUICK).table)
+    assert set(read.per_group) == {"natural", "vanilla"}
 
 
 def test_groups_of_several_steps_are_not_mixed() -> None:
