@@ -51,6 +51,7 @@ def spans(text: str, prompt: str = PROMPT) -> dict[str, str]:
         ("The ducks lay 16 eggs per day.", {"restating": "The ducks lay 16 eggs per day."}),
         ("So the ducks lay 16 eggs per day.", {"other": "So the ducks lay 16 eggs per day."}),
         ("The ducks lay 17 eggs per day.", {"other": "The ducks lay 17 eggs per day."}),
+        ("Those teachers count 16 marbles.", {"other": "Those teachers count 16 marbles."}),
         ("She has 16 - 3 = <<16-3=13>>13 eggs", {"other": "She has  eggs", "arithmetic": "16 - 3 = <<16-3=13>>13"}),
         ("9 kids + 6 kids = 15", {"arithmetic": "9 kids + 6 kids = 15"}),
         ("That is .5*4 = 2 eggs", {"other": "That is  eggs", "arithmetic": ".5*4 = 2"}),
