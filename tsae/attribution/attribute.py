@@ -73,7 +73,7 @@ def attribute(
     Args:
         series: the base, and the run's checkpoints; one at the end is enough.
         rollouts: the run's log, with steps and rewards or advantages.
-        to: folder for the results; the replay keeps its states there, and removes them at its end.
+        to: folder for the results. The replay keeps its states there, and removes them when it ends.
         settings: the run's, or the folder or file where the trainer left them; by default what lies beside the
             checkpoints.
         sae: gives features as targets; the SAE or its folder.

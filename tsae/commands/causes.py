@@ -30,8 +30,8 @@ class Attribute:
     """Folder of the run: checkpoints or series.json, and the trainer's settings (training_args.bin of TRL,
     .hydra/config.yaml of verl, wandb/ …). Or the folder that `tsae run` wrote, which has log, SAE and diff."""
     to: Daily[Path | None] = None
-    """Folder for the results; the replay keeps its states there, and removes them at its end. By default
-    `attribution` in the folder that `tsae run` wrote."""
+    """Folder for the results. The replay keeps its states there, and removes them when it ends. By default, the
+    results go to `attribution` in the folder that `tsae run` wrote."""
     rollouts: Daily[Path | None] = None
     """The run's log: a Parquet file that `tsae rollouts import` wrote, or the trainer's own. By default the log in the
     run's folder."""

@@ -184,19 +184,20 @@ def _counted(path: Path) -> tuple[tuple[int, int | str], ...]:
     return tuple((0, int(part)) if part.isdecimal() else (1, part) for part in parts)
 
 
-def _without_replaced(found: list[LogFile]) -> tuple[list[LogFile], list[str]]:
-    """The files, without steps that a later folder of their run has again or went back behind; a note on these."""
+def _without_replaced(found: list[LogFile], runs: set[str]) -> tuple[list[LogFile], str]:
+    """The files without those that a later folder replaces, and a note.
+
+    A folder replaces the steps from its first one on in the earlier folders of its run: the run resumed there.
+    """
     first, kept = dict[str, int](), set[Path]()
     for file in sorted(found, key=lambda f: (_counted(f.path.parent), f.step or 0), reverse=True):
-        if file.step is None:
+        if file.step is None or file.run not in runs:
             kept.add(file.path)
         elif file.step < first.get(file.run, file.step + 1):
             kept.add(file.path)
             first[file.run] = file.step
     left = [file for file in found if file.path in kept]
-    n = len(found) - len(left)
-    note = f"files left out, because a later folder has their steps again or went back behind them: {n:,}"
-    return left, [note] * (n > 0)
+    return left, f"files left out, because a later folder replaces their steps: {len(found) - len(left):,}"
 
 
 def _ordered(
@@ -236,14 +237,15 @@ def _ordered(
     notes += held_out
     found.sort(key=lambda f: (f.run, -1 if f.step is None else f.step, _counted(f.path)))
     if form.files.a_file_a_step:
-        if "repeated" in config.skip:
-            found, left_out = _without_replaced(found)
-            notes += left_out
-        for a, b in pairwise(found):
-            if a.step is not None and (a.run, a.step) == (b.run, b.step):
-                what = f"step {a.step} of run {a.run} is here and in {a.path}"
-                fix = "Give the folder of one of them; if the later one resumed the other, --skip repeated reads both."
-                raise TsaeError(what, where=b.path, fix=fix)
+        twice = [(a, b) for a, b in pairwise(found) if a.step is not None and (a.run, a.step) == (b.run, b.step)]
+        if twice and "repeated" not in config.skip:
+            a, b = twice[0]
+            what = f"step {a.step} of run {a.run} is here and in {a.path}"
+            fix = "Give the folder of one of them; if the later one resumed the other, --skip repeated reads both."
+            raise TsaeError(what, where=b.path, fix=fix)
+        if twice:
+            found, left_out = _without_replaced(found, {b.run for _, b in twice})
+            notes.append(left_out)
     runs = list(dict.fromkeys(file.run for file in found))
     if len(runs) > 1 and all(run.startswith(("run-", "offline-run-")) for run in runs):
         notes.append(f"{len(runs)} runs of wandb: if they are one training that was resumed, say --run NAME")

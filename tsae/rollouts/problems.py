@@ -21,10 +21,9 @@ from tsae.errors import TsaeError, first_line, is_panic
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_TODAY = re.compile(
-    r"^((?:Today(?:'s)? Date|Current date): )(?:\d{1,2} \w+ \d{4}|\w+ \d{1,2}, \d{4}|\d{4}-\d\d-\d\d)(?=\.?$)", re.M
-)
-"""The line of a chat template that tells the date of today."""
+DATE = r"(?:\d{1,2} [A-Z][a-z]{2,8} \d{4}|[A-Z][a-z]{2,8} \d{1,2}, \d{4}|\d{4}-\d{2}-\d{2})"
+"""A date, as chat templates write it."""
+_TODAY = re.compile(rf"^((?:Today(?:'s)? Date|Current date): ){DATE}(?=\.?$)", re.M)
 
 
 @dataclass(frozen=True)
@@ -114,10 +113,10 @@ def as_text(value: Any) -> str:
 
 
 def undated(prompt: str) -> str:
-    """A prompt without the date of today that a chat template wrote, so that a question is the same on two days.
+    """The prompt without the date of the day. With it, a question would be two problems on two days.
 
-    Llama 3 and SmolLM3 write "Today Date: 26 Jul 2024", Granite "Today's Date: July 26, 2024.", gpt-oss "Current date:
-    2024-07-26", each on a line of its own.
+    It is a line of the chat template: "Today Date: 26 Jul 2024" (Llama 3, SmolLM3), "Today's Date: July 26, 2024."
+    (Granite) or "Current date: 2024-07-26" (gpt-oss).
     """
     return _TODAY.sub(r"\1", prompt)
 

@@ -459,7 +459,11 @@ def test_of_two_folders_of_a_resumed_run_the_later_counts(
     assert found.frame.step.value_counts().to_dict() == dict.fromkeys(
         (1, 2, 4), len(rows_of(LOGS / form / name.format(1)))
     )
-    assert any(note.endswith("went back behind them: 2") for note in found.info["log"]["notes"])
+    # Folders that share no step are read whole, whatever their names.
+    (tmp_path / "logs" / "exp_009").rename(tmp_path / "logs" / "exp_011")
+    (tmp_path / "logs" / "exp_011" / name.format(2)).unlink()
+    assert set(read(tmp_path / "logs", chat, skip=("repeated",), run="ours").frame.step) == {1, 2, 3, 4}
+    assert any(note.endswith("replaces their steps: 2") for note in found.info["log"]["notes"])
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ import yaml
 
 from tsae.base.untrusted import parse_yaml
 from tsae.errors import TsaeError
-from tsae.rollouts.problems import special_tokens, tokenize, without
+from tsae.rollouts.problems import DATE, special_tokens, tokenize, without
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,7 +39,7 @@ _SENTINEL = "TSAE0MESSAGE{}0"
 _MOST_TURNS, _MOST_SPLITS = 16, 16
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 """What transformers itself gives to a template, beside the tokenizer's special tokens."""
-_DATE = re.compile(r"\b\d{1,2} [A-Z][a-z]{2,8} \d{4}\b|\b\d{4}-\d{2}-\d{2}\b")
+_DATE = re.compile(rf"\b{DATE}\b")
 
 
 class Restored(NamedTuple):
